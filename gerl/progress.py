@@ -84,8 +84,8 @@ class Timeline:
         now = time.perf_counter()
         with self._lock:
             for call in calls:
-                if (found := self.running.pop(call, None)) is not None:
-                    what, step, start = found
+                if (begun_call := self.running.pop(call, None)) is not None:
+                    what, step, start = begun_call
                     begun = max(start, self._free.get(call.worker, 0.0))
                     self._free[call.worker] = now
                     self._spans.append(Span(call.worker, what, step, self._zero + begun, self._zero + now))
@@ -109,16 +109,16 @@ def joined(spans: list[Span]) -> list[Span]:
     whole = max(span.end for span in spans) - min(span.start for span in spans)
     while len(spans) > MAX_SPANS and pause < 2 * whole + 1:
         last: dict[tuple[str, What, int], int] = {}
-        found: list[Span] = []
+        merged: list[Span] = []
         for span in spans:
             kind = span.worker, span.what, span.step
             i = last.get(kind)
-            if i is not None and span.start - found[i].end <= pause:
-                found[i] = found[i]._replace(end=max(span.end, found[i].end))
+            if i is not None and span.start - merged[i].end <= pause:
+                merged[i] = merged[i]._replace(end=max(span.end, merged[i].end))
             else:
-                last[kind] = len(found)
-                found.append(span)
-        spans, pause = found, 4 * pause
+                last[kind] = len(merged)
+                merged.append(span)
+        spans, pause = merged, 4 * pause
     return spans
 
 

@@ -279,11 +279,11 @@ class FeedbackRequest:
 
 
 def _added(one: Mapping[K, tuple[float, int]], other: Mapping[K, tuple[float, int]]) -> dict[K, tuple[float, int]]:
-    found: dict[K, tuple[float, int]] = {}
+    totals: dict[K, tuple[float, int]] = {}
     for k in sorted({**one, **other}):
         (a, count), (b, more) = (sums.get(k, (0.0, 0)) for sums in (one, other))
-        found[k] = a + b, count + more
-    return found
+        totals[k] = a + b, count + more
+    return totals
 
 
 @dataclass

@@ -380,13 +380,13 @@ def batches_of(
 
     `gate`: factors [B] of the KL to the reference.
     """
-    samples, found = trajectory.task.samples, list[Batch]()
+    samples, batches = trajectory.task.samples, list[Batch]()
     for segment, tape in zip(trajectory.task.segments, trajectory.tapes, strict=True):
         if segment.trained:
             of, own = [samples[leaf] for leaf in segment.leaves], row_credit(segment, credit)
             counts = None if gate is None else row_credit(segment, gate)
-            found.append(Batch(tape, of, segment.trained, own, pooled, counts))
-    return found
+            batches.append(Batch(tape, of, segment.trained, own, pooled, counts))
+    return batches
 
 
 def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:
@@ -426,14 +426,14 @@ def summed(steps: Sequence[Measures]) -> UpdateStats:
     def number(value: Metric) -> float:
         return next(numbers) if isinstance(value, torch.Tensor) else value
 
-    found: list[UpdateStats] = []
+    stats: list[UpdateStats] = []
     for step in steps:
         sums = {name: number(value) for name, value in step.sums.items()}
         sums |= {name: number(value) * step.pairs for name, value in step.means.items()}
         deviation = None if step.deviation is None else number(step.deviation)
         parts = {name: (sum(map(number, values)), len(values)) for name, values in step.parts.items()}
-        found.append(UpdateStats(step.pairs, sums, deviation, parts=parts))
-    return sum(found, UpdateStats())
+        stats.append(UpdateStats(step.pairs, sums, deviation, parts=parts))
+    return sum(stats, UpdateStats())
 
 
 # --- Losses over groups that span micro-batches.
@@ -449,12 +449,12 @@ Sums = tuple["torch.Tensor", "torch.Tensor"]  # [B] or [B, n] sum over the group
 
 def pooled_sum(parts: Iterable[Pooled]) -> Pooled:
     """Add the sums of micro-batches and workers."""
-    found: Pooled = {}
+    sums: Pooled = {}
     for part in parts:
         for group, (total, count) in part.items():
-            before, known = found.get(group, (0.0, 0))
-            found[group] = before + total, known + count
-    return found
+            before, known = sums.get(group, (0.0, 0))
+            sums[group] = before + total, known + count
+    return sums
 
 
 def pooled_rows(values: torch.Tensor, samples: Sequence[Sample], level: int) -> Pooled:

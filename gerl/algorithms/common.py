@@ -26,9 +26,9 @@ def requires(**fields: Any) -> Callable[[type[C]], type[C]]:
 
 def replayed(pipe: DiffusionPipeline, tape: Tape, value: Callable[[ReplayedStep], T], **options: Any) -> dict[int, T]:
     """Return `value` of each replayed step, by step, without gradient; `options`: of `engine.replay`."""
-    found: dict[int, T] = {}
-    engine.replay(pipe, tape, lambda k, step: found.update({k: value(step)}), grad=False, **options)
-    return found
+    values: dict[int, T] = {}
+    engine.replay(pipe, tape, lambda k, step: values.update({k: value(step)}), grad=False, **options)
+    return values
 
 
 def predicted(step: ReplayedStep) -> torch.Tensor:

@@ -182,15 +182,15 @@ def generalised_advantages(
         raise ValueError(f"rewards must be [B] and values [B, T], got {list(rewards.shape)} and {list(values.shape)}")
     if not torch.isfinite(rewards).all():
         raise ValueError("rewards must be finite: drop failed groups before computing advantages")
-    found = torch.full_like(values, torch.nan, dtype=torch.double)
+    advantages = torch.full_like(values, torch.nan, dtype=torch.double)
     outcome, later = rewards.double(), torch.zeros_like(rewards, dtype=torch.double)
     for k in reversed(range(values.shape[1])):
         value, acts = values[:, k].double(), ~values[:, k].isnan()
         advantage = outcome - value + later
-        found[:, k] = advantage
+        advantages[:, k] = advantage
         outcome = torch.where(acts, gamma * value, outcome)
         later = torch.where(acts, gamma * lam * advantage, later)
-    return found.to(values.dtype)
+    return advantages.to(values.dtype)
 
 
 def zero_std_fraction(rewards: torch.Tensor, group_ids: torch.Tensor) -> float:

@@ -41,9 +41,9 @@ class OPDConfig(AlgorithmConfig):
 
     @property
     def needs(self) -> Needs:
-        found = tuple(teachers(self.teachers))
-        base = any(teacher.is_base for teacher in found)
-        return replace(super().needs, trajectory=True, single_images=True, teachers=found, base_model=base)
+        chosen = tuple(teachers(self.teachers))
+        base = any(teacher.is_base for teacher in chosen)
+        return replace(super().needs, trajectory=True, single_images=True, teachers=chosen, base_model=base)
 
     def check(self) -> None:
         super().check()
@@ -93,8 +93,8 @@ class DMDRConfig(FlowGRPOConfig):
 
     @property
     def needs(self) -> Needs:
-        found = tuple(teachers(self.teachers))
-        return replace(super().needs, imitation=self.fake_scale, finished_latents=True, teachers=found)
+        chosen = tuple(teachers(self.teachers))
+        return replace(super().needs, imitation=self.fake_scale, finished_latents=True, teachers=chosen)
 
     def check(self) -> None:
         super().check()
@@ -152,7 +152,7 @@ class OPD(Algorithm):
         samples = [batch.samples[r] for r in rows]
         outputs, weights, taught_by = teacher_steps(policy, tape, samples, options, every=self.config.lockstep)
         base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
-        found: list[Measures] = []
+        measures: list[Measures] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             output, step = step.part(outputs[k]), step.reached()
@@ -165,11 +165,11 @@ class OPD(Algorithm):
                 sums["kl"] = kl.detach().sum()
             parts = by_teacher(taught_by, distances) if len(self.teachers) > 1 else {}
             named = {f"teacher_distance/{self.teachers[i].name}": part for i, part in parts.items()}
-            found.append(Measures(len(rows), {"loss": losses.detach().sum()} | sums, parts=named))
+            measures.append(Measures(len(rows), {"loss": losses.detach().sum()} | sums, parts=named))
             return losses.sum() / num_pairs
 
         engine.replay(policy.pipe, tape, on_step, **options)
-        return summed(found)
+        return summed(measures)
 
 
 # --- Teachers' steps at the states of a student's trajectories
@@ -200,8 +200,8 @@ def teacher_steps(
         rows = own if divisible and not every else list(range(len(index)))
         if not own and not every:
             continue
-        found = _steps_of(policy, number, tape, [index[i] for i in rows], options)
-        for k, output in found.items():
+        by_step = _steps_of(policy, number, tape, [index[i] for i in rows], options)
+        for k, output in by_step.items():
             whole = outputs.setdefault(k, output.new_zeros(len(index), *output.shape[1:]))
             whole[own] = output[[rows.index(i) for i in own]]
     weights = [0.0 if number is None else teachers[number].weight for number in taught_by]
@@ -215,9 +215,9 @@ def _steps_of(policy: Policy, number: int, tape: Tape, rows: list[int], options:
         if model.pipe is None and not model.teacher.changed:
             return replayed(pipe, tape, lambda step: step.model_output, **options)
         # another call of the pipeline at the same latents
-        found = engine.record_structure(pipe, tape, rows, model.teacher.changed)
+        changed = engine.record_structure(pipe, tape, rows, model.teacher.changed)
         for k in options["steps"]:
-            own, rule, expected = found.steps[k], found.steps[k].rule, tape.steps[k].rule
+            own, rule, expected = changed.steps[k], changed.steps[k].rule, tape.steps[k].rule
             if type(rule) is not type(expected) or abs(rule.sigma - expected.sigma) > 1e-6:
                 raise ModelError(
                     f"{NAME}: step {k} of {model.teacher} is at noise level {rule.sigma:.6g} ({type(rule).__name__}), "
@@ -230,7 +230,7 @@ def _steps_of(policy: Policy, number: int, tape: Tape, rows: list[int], options:
                     f"student {list(tape.steps[k].x.shape[1:])}: use a teacher with the same latents"
                 )
         options |= {"index": None, "latents": {k: tape.steps[k].x[rows] for k in options["steps"]}}
-        return replayed(pipe, found, lambda step: step.model_output, **options)
+        return replayed(pipe, changed, lambda step: step.model_output, **options)
 
 
 def step_distance(kind: StepDistance, step: ReplayedStep, output: torch.Tensor) -> torch.Tensor:
@@ -256,11 +256,11 @@ def distance_weight(kind: StepDistance, rule: Rule) -> float:
 
 def by_teacher(taught_by: Sequence[int | None], distances: torch.Tensor) -> dict[int, list[torch.Tensor]]:
     """Return the `distances` [R], one by one, by index of the teacher."""
-    found: dict[int, list[torch.Tensor]] = {}
+    values: dict[int, list[torch.Tensor]] = {}
     for number, value in zip(taught_by, distances.detach().unbind(), strict=True):
         if number is not None:
-            found.setdefault(number, []).append(value)
-    return found
+            values.setdefault(number, []).append(value)
+    return values
 
 
 # --- DMDR (arXiv 2511.13649): a policy gradient of few steps, held to a model's images by distribution matching.
@@ -326,16 +326,16 @@ class DMDR(FlowGRPO):
         levels = self._levels(samples, len(batch.trained), "fake")
         images = dict.fromkeys(levels, batch.tape.steps[-1].x_next[rows])
         noise, structure = noise_of(samples, images, "fake"), self._structure(policy.pipe, batch.tape, rows)
-        found: list[Measures] = []
+        measures: list[Measures] = []
 
         def imitate(j: int, step: ReplayedStep) -> torch.Tensor:
             loss = per_sample((step.model_output - step.rule.target(images[j], noise[j])) ** 2).sum()
-            found.append(Measures(0, {"fake_loss": loss}))
+            measures.append(Measures(0, {"fake_loss": loss}))
             return loss / num_pairs
 
         with policy.fake():
             engine.replay(policy.pipe, structure, imitate, steps=levels, latents=noised(structure, images, noise))
-        return summed(found)
+        return summed(measures)
 
     def _levels(self, samples: Sequence[Sample], count: int, what: str) -> tuple[int, ...]:
         """Sample `count` noise levels, the same for all rows, new ones at each trainer step."""

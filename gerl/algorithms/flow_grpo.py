@@ -221,7 +221,7 @@ class PolicyGradient(Algorithm):
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
         credit = batch.credit[rows].to(tape.steps[0].x.device)
         compared = settings.cfg != "off"  # else the ratio is to the same forward pass, 1 by construction
-        found: list[Measures] = []
+        measures: list[Measures] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
@@ -237,11 +237,11 @@ class PolicyGradient(Algorithm):
                 value, named = further(k, step)
                 total, measured = total + value, measured | named
             means = {"loss": total.detach()} | measured
-            found.append(Measures(len(rows), means=means, deviation=deviation if compared else None))
+            measures.append(Measures(len(rows), means=means, deviation=deviation if compared else None))
             return total * (len(rows) / num_pairs)
 
         engine.replay(policy.pipe, tape, on_step, **options)
-        return summed(found)
+        return summed(measures)
 
     def distance(self, base: ReplayedStep, step: ReplayedStep) -> torch.Tensor:
         """Return the KL [B] of a step to that of the base model, over the latents that reach the images."""
@@ -380,12 +380,12 @@ class FlowGRPO(PolicyGradient):
     def proximal(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, torch.Tensor] | None:
         if not self.needs.start_weights:
             return None
-        found: dict[int, torch.Tensor] = {}
+        log_probs: dict[int, torch.Tensor] = {}
         began = policy.earlier[0]
         if policy.version > began.updates:  # else the current weights are those at the start of the step
             with began.swapped_in():
-                engine.replay(policy.pipe, tape, lambda k, s: found.update({k: s.log_prob}), grad=False, **options)
-        return found
+                engine.replay(policy.pipe, tape, lambda k, s: log_probs.update({k: s.log_prob}), grad=False, **options)
+        return log_probs
 
     def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
         total = torch.zeros(len(batch.samples))
@@ -428,13 +428,13 @@ class FlowGRPO(PolicyGradient):
         returns = self.returns(rewards)
         if rewards.values is None:
             return batch_advantages(returns)
-        found = generalised_advantages(returns, rewards.values, settings.gamma, settings.lam)
-        valued = ~found.isnan()
+        advantages = generalised_advantages(returns, rewards.values, settings.gamma, settings.lam)
+        valued = ~advantages.isnan()
         if settings.advantage_std == "group":
-            found[valued] = group_advantages(found[valued], ids[:, None].expand_as(found)[valued])
+            advantages[valued] = group_advantages(advantages[valued], ids[:, None].expand_as(advantages)[valued])
         elif settings.advantage_std == "batch":
-            found[valued] = batch_advantages(found[valued])
-        return found
+            advantages[valued] = batch_advantages(advantages[valued])
+        return advantages
 
     def returns(self, rewards: Rewards) -> torch.Tensor:
         """Return what a critic predicts, [B]: the rewards, minus the mean of the group with `critic.residual`."""

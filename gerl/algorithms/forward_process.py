@@ -148,8 +148,8 @@ class Noised:
         Raises `ReplayError` if nothing of a row is left.
         """
         counts = transitions.numbers_left(written)
-        found = self._mapped(functools.partial(transitions.unwritten, written=written))
-        return replace(found, scale=(counts.max() / counts).sqrt())
+        masked = self._mapped(functools.partial(transitions.unwritten, written=written))
+        return replace(masked, scale=(counts.max() / counts).sqrt())
 
     def rows(self, index: list[int]) -> Noised:
         """Return the rows `index`."""
@@ -236,18 +236,18 @@ class ForwardProcess(Algorithm):
         return [int(r) for r in kept.nonzero()]
 
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
-        found: list[Pooled] = []
+        parts: list[Pooled] = []
 
         def on_level(k: int, s: Noised, of: list[Sample]) -> None:
-            found.append(pooled_rows(self.pooled(s), of, k))
+            parts.append(pooled_rows(self.pooled(s), of, k))
 
         self._visit(policy, batch, rows, on_level, self.needs_reference, None, grad=False)
-        return pooled_sum(found)
+        return pooled_sum(parts)
 
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
-        settings, found = self.settings, list[Measures]()
+        settings, measures = self.settings, list[Measures]()
         base = self.needs_reference or self.kl_coef > 0
 
         def on_level(k: int, s: Noised, samples: list[Sample]) -> torch.Tensor:
@@ -265,11 +265,13 @@ class ForwardProcess(Algorithm):
             if s.reference is not None and self.kl_coef > 0:
                 sums["kl"] = to_base.detach().sum()
             left_out = () if self.old_differs else self.compared_with_old
-            found.append(Measures(len(samples), sums, {name: v for name, v in metrics.items() if name not in left_out}))
+            measures.append(
+                Measures(len(samples), sums, {name: v for name, v in metrics.items() if name not in left_out})
+            )
             return total.sum() / num_pairs
 
         self._visit(policy, batch, rows, on_level, base, meter, grad=True)
-        return summed(found)
+        return summed(measures)
 
     def _visit(
         self,

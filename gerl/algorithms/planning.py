@@ -213,7 +213,7 @@ def any_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, 
 def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_version: int) -> list[Sample]:
     """Return the samples of trainer step `step`: `rollout.n` per prompt, or its dataset images."""
     seed, same = config.trainer.seed, config.sampling.same_init_noise
-    found = [
+    planned = [
         Sample(
             prompt,
             k,
@@ -225,7 +225,9 @@ def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_ve
         for prompt in prompts
         for k in range(len(prompt.dataset_images) or config.rollout.n)
     ]
-    return found if all(sample.prompt.turn is None for sample in found) else [_in_turn(sample) for sample in found]
+    return (
+        planned if all(sample.prompt.turn is None for sample in planned) else [_in_turn(sample) for sample in planned]
+    )
 
 
 def _in_turn(sample: Sample) -> Sample:
@@ -313,16 +315,16 @@ def planned_steps(config: Config, prompts: Sequence[Prompt]) -> int:
 
 def group_chunks(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Split samples into micro-batches of whole groups; a group of more than `size` into nearly equal parts."""
-    found: list[list[Sample]] = []
+    parts: list[list[Sample]] = []
     for _, members in groupby(samples, key=lambda sample: sample.group):
         group = list(members)
-        alike = found and pictures_of(found[-1][0].prompt) == pictures_of(group[0].prompt)
-        if alike and len(found[-1]) + len(group) <= size:
-            found[-1] = found[-1] + group
+        alike = parts and pictures_of(parts[-1][0].prompt) == pictures_of(group[0].prompt)
+        if alike and len(parts[-1]) + len(group) <= size:
+            parts[-1] = parts[-1] + group
             continue
         bounds = [round(i * len(group) / -(-len(group) // size)) for i in range(-(-len(group) // size) + 1)]
-        found += [group[a:b] for a, b in pairwise(bounds)]
-    return found
+        parts += [group[a:b] for a, b in pairwise(bounds)]
+    return parts
 
 
 def chunks(samples: list[Sample], size: int) -> list[list[Sample]]:

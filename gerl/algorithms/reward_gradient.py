@@ -217,15 +217,15 @@ class RewardGradient(Algorithm):
             return {}
         index = None if rows == list(range(batch.tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": self.settings.cfg}
-        base, found = self.base_steps(policy, batch.tape, options), list[Measures]()
+        base, measures = self.base_steps(policy, batch.tape, options), list[Measures]()
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             distances = per_sample((step.model_output - base[k].model_output).square())
-            found.append(Measures(0, {"kl": distances.sum()}))
+            measures.append(Measures(0, {"kl": distances.sum()}))
             return self.kl_coef * self.weighted_kl(distances, batch, rows).sum() / num_pairs
 
         engine.replay(policy.pipe, batch.tape, on_step, **options)
-        return summed(found).sums
+        return summed(measures).sums
 
 
 def mean(step: ReplayedStep) -> torch.Tensor:
@@ -252,8 +252,8 @@ def latent_derivative(tape: Tape, k: int, gradient: torch.Tensor, clean: bool = 
     step = tape.steps[k]
     leaf = step.x.detach().clone().requires_grad_()
     led = (step.rule.clean if clean else step.rule.mean)(leaf, torch.zeros_like(leaf))
-    (found,) = torch.autograd.grad(led, leaf, gradient)
-    return found if step.written is None or (k == 0 and not clean) else found.masked_fill(step.written, 0.0)
+    (derivative,) = torch.autograd.grad(led, leaf, gradient)
+    return derivative if step.written is None or (k == 0 and not clean) else derivative.masked_fill(step.written, 0.0)
 
 
 def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:

@@ -36,24 +36,24 @@ def nearer_bound(algorithm: AlgorithmConfig, probe: SamplingProbe) -> float | No
 
 def probe_warnings(probe: SamplingProbe, clip: float | None) -> list[str]:
     """Return warnings from a probe; `clip`: the distance from 1 at which the ratio is clipped."""
-    found = []
+    sentences = []
     if clip is not None and probe.log_ratio_noise > clip / 2:
-        found.append(
+        sentences.append(
             f"the clip range {clip:g} is below twice the numerical noise of the log-ratio, {probe.log_ratio_noise:.1e}"
             ": samples are clipped at random; widen algorithm.clip_low and clip_high, or use model.dtype=float32"
         )
     for k, sigma, sigma_next, kappa in probe.reversed_noise:
-        found.append(
+        sentences.append(
             f"step {k} of the window, from sigma {sigma:.3f} to {sigma_next:.3f}, flips the sign of the predicted "
             f"noise (kappa {kappa:.2f} < 0), which leaves noise in the images: end sampling.window_range before it"
         )
     if probe.kl_resolution is not None:
-        found.append(
+        sentences.append(
             f"a KL to the base model below about {probe.kl_resolution:.1e} is the rounding error of the model's "
             "output in this precision, and has no direction: algorithm.kl_coef is effective only above it; use "
             "model.dtype=float32 for smaller values"
         )
-    return found + spread_warnings(probe)
+    return sentences + spread_warnings(probe)
 
 
 def spread_warnings(probe: SamplingProbe) -> list[str]:

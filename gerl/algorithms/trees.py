@@ -253,15 +253,15 @@ class DenseGRPO(PolicyGradient):
         count, clip = self.images_per_trajectory, self.settings.advantage_clip
         index = torch.tensor([sample.index for sample in rewards.samples])
         # one row per trajectory: groups are dropped as a whole, so its images are complete
-        found, row = torch.stack([rewards.group_ids, index // count], 1).unique(dim=0, return_inverse=True)
+        pairs, row = torch.stack([rewards.group_ids, index // count], 1).unique(dim=0, return_inverse=True)
         order = (row * count + index % count).argsort()
-        totals = rewards.totals[order].view(len(found), count)
-        by_scorer = rewards.by_scorer[order].view(len(found), count, -1)
+        totals = rewards.totals[order].view(len(pairs), count)
+        by_scorer = rewards.by_scorer[order].view(len(pairs), count, -1)
         samples = [rewards.samples[i] for i in order[::count].tolist()]
         first = torch.tensor([sde_window(self.config, s.step, s.group)[0] for s in samples])
-        credit = torch.full((len(found), self.config.sampling.num_inference_steps), torch.nan)
+        credit = torch.full((len(pairs), self.config.sampling.num_inference_steps), torch.nan)
         for j in range(count - 1):
             gains, of_scorers = totals[:, j + 1] - totals[:, j], by_scorer[:, j + 1] - by_scorer[:, j]
             advantages = self.advantages(Rewards(samples, gains, of_scorers, rewards.weights))
-            credit[torch.arange(len(found)), first + j] = advantages.clamp(-clip, clip)
+            credit[torch.arange(len(pairs)), first + j] = advantages.clamp(-clip, clip)
         return credit[row]

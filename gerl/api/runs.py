@@ -67,12 +67,12 @@ class Run:
         """The configuration as nested dictionaries."""
         file = self.folder / "config.yaml"
         try:
-            found = read_values(file)
+            values = read_values(file)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise GerlError(f"{file} cannot be read ({reason(error)}): restore it") from None
-        if not isinstance(found, dict):
+        if not isinstance(values, dict):
             raise GerlError(f"{file} is not the configuration of a run: restore it")
-        return found
+        return values
 
     @property
     def lora(self) -> Path:
@@ -100,12 +100,14 @@ class Run:
         if not steps or (step is not None and step not in steps):
             known = f", only after steps {', '.join(map(str, steps))}" if steps else " so far"
             raise GerlError(f"{self.folder} has no validation{'' if step is None else f' after step {step}'}{known}")
-        found = load_validation(self.folder, steps[-1] if step is None else step)
-        if not found.shown:
-            raise GerlError(f"the images of step {found.step} are no longer kept (validation.keep), only its rewards")
+        validation = load_validation(self.folder, steps[-1] if step is None else step)
+        if not validation.shown:
+            raise GerlError(
+                f"the images of step {validation.step} are no longer kept (validation.keep), only its rewards"
+            )
         return [
-            Picture(Image.fromarray(pixels), found.prompts[i], found.rewards[i])
-            for i, pixels in zip(found.shown, found.pixels, strict=True)
+            Picture(Image.fromarray(pixels), validation.prompts[i], validation.rewards[i])
+            for i, pixels in zip(validation.shown, validation.pixels, strict=True)
         ]
 
     @property

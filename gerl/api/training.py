@@ -388,11 +388,11 @@ def _other_settings(pipe: DiffusionPipeline, index: Mapping[str, Any]) -> list[s
 
     defaults = {name: p.default for name, p in inspect.signature(type(pipe).__init__).parameters.items()}
     values = {name: value for name, value in pipe.config.items() if name[0] != "_" and name not in pipe.components}
-    found = [name for name, value in values.items() if value != index.get(name, defaults.get(name, value))]
+    changed = [name for name, value in values.items() if value != index.get(name, defaults.get(name, value))]
     kinds = type(pipe).__name__, index.get("_class_name")
     if kinds[0] != kinds[1] and all(isinstance(kind, str) and hasattr(diffusers, kind) for kind in kinds):
-        found.append(f"class {kinds[0]}")
-    return found
+        changed.append(f"class {kinds[0]}")
+    return changed
 
 
 def _folder(known: str) -> Path | None:
@@ -403,8 +403,8 @@ def _folder(known: str) -> Path | None:
 
     if known and (Path(known) / INDEX).is_file():
         return Path(known)
-    found = try_to_load_from_cache(known, INDEX) if known.count("/") == 1 else None
-    return Path(found).parent if isinstance(found, str) else None
+    cached = try_to_load_from_cache(known, INDEX) if known.count("/") == 1 else None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _is_as_stored(name: str, part: Any, source: Path) -> bool:
@@ -441,12 +441,12 @@ def _base_weights(model: Any) -> dict[str, Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted = {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    found = {}
+    tensors = {}
     for key, value in model.state_dict().items():
         above = next((key[:i] for i, c in enumerate(key) if c == "." and key[:i] in adapted), None)
         if above is None or key.startswith(f"{above}.base_layer."):
-            found[key.replace(".base_layer.", ".")] = value
-    return found
+            tensors[key.replace(".base_layer.", ".")] = value
+    return tensors
 
 
 def _schedule(part: Any) -> dict[str, Any]:
@@ -461,10 +461,12 @@ def _written(part: Any) -> dict[str, Any]:
     """Return the files of a tokenizer, scheduler or processor, without a tokenizer's last padding and truncation."""
     with tempfile.TemporaryDirectory() as folder:
         part.save_pretrained(folder)
-        found: dict[str, Any] = {p.name: p.read_text("utf-8", "replace") for p in Path(folder).iterdir() if p.is_file()}
-    if "tokenizer.json" in found:
-        found["tokenizer.json"] = json.loads(found["tokenizer.json"]) | {"truncation": None, "padding": None}
-    return found
+        contents: dict[str, Any] = {
+            p.name: p.read_text("utf-8", "replace") for p in Path(folder).iterdir() if p.is_file()
+        }
+    if "tokenizer.json" in contents:
+        contents["tokenizer.json"] = json.loads(contents["tokenizer.json"]) | {"truncation": None, "padding": None}
+    return contents
 
 
 # --- From Python arguments to a command line: keys, prompts and rewards, written into the run folder
@@ -500,16 +502,16 @@ def scorers_of(reward: object) -> Scorers:
             f"reward: it is a {type(reward).__name__}; expected a function, a name, or several by name such as "
             "{'ocr': 1.0, 'mine': function}"
         )
-    found = Scorers()
+    scorers = Scorers()
     for name, given in named.items():
         if given != name and not name.isidentifier():
             raise ConfigError(f"reward: {name!r} is not a valid scorer name; use letters, digits and underscores")
-        own = found.keys[name] = None if given is None else _keys_of(name, given)
+        own = scorers.keys[name] = None if given is None else _keys_of(name, given)
         if own is not None and callable(function := own.get("function")):
             del own["function"]
             own["path"] = f"{PREFIX}{name}"
-            found.functions[name] = function
-    return found
+            scorers.functions[name] = function
+    return scorers
 
 
 def _keys_of(name: str, given: object) -> dict[str, Any]:
@@ -539,18 +541,18 @@ def nested(
     key, and for a key with two values.
     """
     _check_names(given, beside or {}, arguments or {})
-    found: dict[str, Any] = {}
+    blocks: dict[str, Any] = {}
     for key, value in [*(beside or {}).items(), *given.items()]:
         block, *inner = key.split(".")
         if not inner and not isinstance(value, Mapping):
             raise ConfigError(f"{key}={value!r}: it is a block of keys: expected a dictionary, or '{key}.KEY'")
-        place = found.setdefault(block, {})
+        place = blocks.setdefault(block, {})
         for name in inner[:-1]:
             place = place.setdefault(name, {})
         new = {inner[-1]: plain(value)} if inner else plain(value)
         for name, part in new.items():
             place[name] = _merged(f"{key}.{name}" if not inner else key, place[name], part) if name in place else part
-    return found
+    return blocks
 
 
 def _merged(key: str, old: Any, new: Any) -> Any:

@@ -54,7 +54,7 @@ def _check_python(path: str) -> None:
     if shutil.which(path) is None:
         raise ClusterError(f"{KEY}.python={path}: there is no such program: give the path of a Python interpreter")
     try:
-        found = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True).stdout
+        versions = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True).stdout
     except subprocess.CalledProcessError as error:
         said = (error.stderr.strip().splitlines() or ["there was no output"])[-1]
         raise ClusterError(
@@ -62,9 +62,9 @@ def _check_python(path: str) -> None:
         ) from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(f"{KEY}.python={path} cannot be run ({error}): expected a Python interpreter") from None
-    if found.split() != here.split():
+    if versions.split() != here.split():
         raise ClusterError(
-            f"{KEY}.python={path} has Python and Ray {' and '.join(found.split())}, this process has "
+            f"{KEY}.python={path} has Python and Ray {' and '.join(versions.split())}, this process has "
             f"{' and '.join(here.split())}: they must be the same, install them there"
         )
 

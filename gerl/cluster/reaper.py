@@ -18,8 +18,8 @@ GONE = 10.0  # seconds to wait until killed processes are gone
 def kill(mark: str) -> None:
     """Kill all processes that were started with this `mark`, and wait until they are gone."""
     deadline = time.monotonic() + GONE
-    while (found := processes(mark)) and time.monotonic() < deadline:
-        for process in found:
+    while (alive := processes(mark)) and time.monotonic() < deadline:
+        for process in alive:
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.02)
@@ -27,12 +27,12 @@ def kill(mark: str) -> None:
 
 def processes(mark: str) -> list[int]:
     """Return the live processes started with this `mark`, except this one; empty without /proc."""
-    wanted, found = f"{MARK}={mark}\0".encode(), list[int]()
+    wanted, numbers = f"{MARK}={mark}\0".encode(), list[int]()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if wanted in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
-                found.append(int(folder.name))
-    return found
+                numbers.append(int(folder.name))
+    return numbers
 
 
 if __name__ == "__main__":

@@ -206,11 +206,11 @@ class WorkerGroup(Generic[W]):
         shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
         start = time.perf_counter()
         pending = [self.submit(i, method, *shared, **kwargs) for i in range(len(self))]  # type: ignore[arg-type]
-        found = wait_all(pending, self.hang_after)
+        results = wait_all(pending, self.hang_after)
         if logger.isEnabledFor(logging.DEBUG):
             names, call = f"{self.name} {listed(self.numbers)}", describe_call(method, args)
             logger.debug("%s: %s: %.2f s", names, call, time.perf_counter() - start)
-        return found
+        return results
 
 
 class _Part(WorkerGroup[W]):
@@ -236,7 +236,7 @@ def wait_all(
     Raises the first exception; if a worker died, its death rather than the errors of workers that wait for it. Workers
     count as dead if none answers for `hang_after` seconds while `progress` stays the same.
     """
-    left, error, found = list(pending), None, dict[Pending[R], R]()
+    left, error, results = list(pending), None, dict[Pending[R], R]()
     before = progress() if progress is not None else None
     while left:
         ended = wait_any(left, hang_after if error is None else LAST_WORDS, GRACE)
@@ -252,7 +252,7 @@ def wait_all(
         for call in ended:
             left.remove(call)
             try:
-                found[call] = call.ended()
+                results[call] = call.ended()
             except WorkerDied:
                 raise
             except Exception as other:  # noqa: BLE001 - raised below
@@ -261,7 +261,7 @@ def wait_all(
             break
     if error is not None:
         raise error
-    return [found[call] for call in pending]
+    return [results[call] for call in pending]
 
 
 def describe_call(method: Callable[..., object], arguments: Sequence[object]) -> str:

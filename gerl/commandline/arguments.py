@@ -122,8 +122,8 @@ class Parser(Generic[T]):
         return self.rest or "experiment" in self.passed
 
     def _keys(self) -> list[Option]:
-        found: tuple[Option, ...] = fields(self.options)  # type: ignore[arg-type]
-        return sorted(found, key=lambda option: option.name != self.bare)  # the bare one first, also of a subclass
+        options: tuple[Option, ...] = fields(self.options)  # type: ignore[arg-type]
+        return sorted(options, key=lambda option: option.name != self.bare)  # the bare one first, also of a subclass
 
     def _value(self, option: Option, name: str, text: str) -> object:
         if not text.strip():
@@ -150,8 +150,8 @@ class Parser(Generic[T]):
         near = difflib.get_close_matches(name, self._known(), n=1)
         if near or not (self.blocks or self.rest):
             return near[0] if near else None
-        found = nearest_key(name)
-        return found if found and (self.rest or self._is_passed(found)) else None
+        nearest = nearest_key(name)
+        return nearest if nearest and (self.rest or self._is_passed(nearest)) else None
 
     def help(self, program: str | None = None) -> str:
         """Explain every key, and those that are passed on; `program`: the words that started the command, if others."""

@@ -16,8 +16,8 @@ class CallablePackage(types.ModuleType):
     _place: str  # "module:function"
 
     def _function(self) -> types.FunctionType:
-        found: types.FunctionType = pkgutil.resolve_name(self._place)
-        return found
+        function: types.FunctionType = pkgutil.resolve_name(self._place)
+        return function
 
     def __call__(self, *arguments: object, **keywords: object) -> object:
         return self._function()(*arguments, **keywords)

@@ -102,8 +102,8 @@ def watching(run_dir: Path) -> str:
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
-    found = shutil.which("gerl")
-    own = found is not None and Path(found).parent == Path(sys.executable).parent
+    installed = shutil.which("gerl")
+    own = installed is not None and Path(installed).parent == Path(sys.executable).parent
     program = "gerl watch" if own else f"{python} -m gerl.watch"
     return f"{program} run={shlex.quote(str(run_dir))}"
 

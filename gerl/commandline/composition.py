@@ -246,19 +246,19 @@ class ParsedCommand:
 def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, below: Sequence[str] = ()) -> Composed:
     """Compose defaults, experiment and `overrides`, which outrank `below`; `asked`: the result of `asked_for`."""
     overrides = normal(overrides)
-    found = asked if asked is not None and asked.whole else _compose(overrides, below)
-    values, preset, name = deepcopy(found.values), found.preset, str(found.values["algorithm"]["name"])
+    parsed = asked if asked is not None and asked.whole else _compose(overrides, below)
+    values, preset, name = deepcopy(parsed.values), parsed.preset, str(parsed.values["algorithm"]["name"])
     if preset not in shipped("algorithm"):  # a file of the user, found by --config-dir
         preset = ""
     elif algorithm_of(preset) != name:  # a file sets it above the preset of another algorithm
         unread = {key for key in map(str, preset_of(preset)) if name not in readers(key)}
         block = values["algorithm"].items()
-        values["algorithm"] = {k: v for k, v in block if k not in unread or f"algorithm.{k}" in found.given}
+        values["algorithm"] = {k: v for k, v in block if k not in unread or f"algorithm.{k}" in parsed.given}
         preset = preset if values["algorithm"].get("path") else name
     sampler = settle_sampler(values)
     config = _config(values, [*below, *overrides])
-    others = _other_scorers(config, found.experiment, overrides)
-    return Composed(config, found.experiment, found.run_dir, preset, others, sampler)
+    others = _other_scorers(config, parsed.experiment, overrides)
+    return Composed(config, parsed.experiment, parsed.run_dir, preset, others, sampler)
 
 
 def load_config(experiment: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -283,12 +283,12 @@ def replaced_scorers(overrides: Sequence[str], asked: ParsedCommand) -> dict[str
     own_file = any(o.endswith(SUFFIXES) for o in overrides if key_of(o) == "experiment")
     if WHOLE not in map(key_of, overrides) and not own_file:
         return {}
-    found = {}
+    scorers = {}
     for name, scorer in _lost(_scorers_of_files(overrides), asked.values, overrides).items():
         if isinstance(scorer, dict):
             with contextlib.suppress(ValidationError, ConfigError):  # its value is no longer checked
-                found[name] = TypeAdapter(ScorerConfig).validate_python(scorer)
-    return found
+                scorers[name] = TypeAdapter(ScorerConfig).validate_python(scorer)
+    return scorers
 
 
 def stays_watched(scorer: Mapping[str, Any]) -> bool:
@@ -317,15 +317,15 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
     given = frozenset(map(key_of, with_folder(overrides)))  # not the experiment that is understood
     overrides = normal(overrides)
     kept = [o for o in overrides if not o.startswith("~")]  # the resumed run may not have the key
-    found = _compose(kept)
-    block = found.values.get("checkpoint")
+    parsed = _compose(kept)
+    block = parsed.values.get("checkpoint")
     resume = block.get("resume", "never") if isinstance(block, dict) else "never"  # its error is raised later
     if not isinstance(resume, str) or not resume.strip():
         raise ConfigError(
             f"checkpoint.resume={json.dumps(resume, default=str)}: expected auto, never, or the folder of a run or "
             "of one of its checkpoints"
         )
-    return dataclasses.replace(found, resume=resume, given=given, whole=len(kept) == len(overrides))
+    return dataclasses.replace(parsed, resume=resume, given=given, whole=len(kept) == len(overrides))
 
 
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
@@ -346,15 +346,15 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
 
 def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
     """Normalise the arguments: `out=` becomes the folder, another model than that of the signs demo selects plain."""
-    found = with_folder(overrides, folder)
-    own, chosen = load_own_algorithm(found), {key_of(o) for o in found} & set(CHOICES)
+    arguments = with_folder(overrides, folder)
+    own, chosen = load_own_algorithm(arguments), {key_of(o) for o in arguments} & set(CHOICES)
     if own is not None and not chosen:
-        found = [f"algorithm={registry.preset_of(own)}", *found]
-    models = [o.partition("=")[2] for o in found if o.startswith("model.path=")]
-    named = any(key_of(o) == "experiment" for o in found)
+        arguments = [f"algorithm={registry.preset_of(own)}", *arguments]
+    models = [o.partition("=")[2] for o in arguments if o.startswith("model.path=")]
+    named = any(key_of(o) == "experiment" for o in arguments)
     if not models or named or default_experiment(models[0]) == default_experiment(None):
-        return found
-    return [f"experiment={default_experiment(models[0])}", *found]
+        return arguments
+    return [f"experiment={default_experiment(models[0])}", *arguments]
 
 
 def with_folder(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
@@ -806,10 +806,10 @@ def _unreadable(argument: str) -> str:
 
 
 def _check_one_value(given: Sequence[Override]) -> None:  # of several, Hydra would take the last
-    found: dict[str, tuple[str, Override]] = {}
+    seen: dict[str, tuple[str, Override]] = {}
     for override in (override for override in given if not override.is_delete()):
         for key, value in _leaves(override.key_or_group, override.value()):
-            before, first = found.setdefault(key, (repr(value), override))
+            before, first = seen.setdefault(key, (repr(value), override))
             if before != repr(value):
                 raise ConfigError(f"{first.input_line} and {override.input_line} are both given: keep one")
 

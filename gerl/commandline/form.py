@@ -61,10 +61,10 @@ def check_form(arguments: Sequence[str], nearest: Nearest, first: str) -> None:
 def _check_names(arguments: Sequence[str], nearest: Nearest) -> None:
     pairs = [argument.lstrip("+").partition("=") for argument in arguments if not argument.startswith("~")]
     own_of_hydra = ("hydra.", "hydra/")  # a launcher's keys may be called like those of another program
-    found = {n: value for n, _, value in pairs if not n.startswith(own_of_hydra) and _is_taken(n, nearest)}
-    if found:
-        own = {name: value for name, _, value in pairs if name not in found}
-        raise ConfigError(refusal(found, own))
+    foreign = {n: value for n, _, value in pairs if not n.startswith(own_of_hydra) and _is_taken(n, nearest)}
+    if foreign:
+        own = {name: value for name, _, value in pairs if name not in foreign}
+        raise ConfigError(refusal(foreign, own))
 
 
 def _is_taken(name: str, nearest: Nearest) -> bool:

@@ -114,10 +114,10 @@ def _read(path: str, names: tuple[str, ...], fetched: bool) -> dict[str, Any] | 
     if folder is None:
         if not HUB_ID.fullmatch(path):
             return None
-        found = [_in_hub(path, name, fetched, int(time.monotonic() // RENEWED)) for name in names]
-        if error := next((answer for answer in found if isinstance(answer, ModelError)), None):
+        answers = [_in_hub(path, name, fetched, int(time.monotonic() // RENEWED)) for name in names]
+        if error := next((answer for answer in answers if isinstance(answer, ModelError)), None):
             raise error
-        files = [answer for answer in found if isinstance(answer, Path)]
+        files = [answer for answer in answers if isinstance(answer, Path)]
     else:
         files = [folder / name for name in names]
     file = next((file for file in files if file.is_file()), None)
@@ -167,10 +167,10 @@ def _recorded() -> Mapping[str, Scheduler]:
     """Return the schedulers of the models whose architectures are recorded, by Hub id."""
     text = (ASSETS / "architectures.yaml").read_text(encoding="utf-8")
     record = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    found: dict[str, Scheduler] = {}
+    schedulers: dict[str, Scheduler] = {}
     for path, model in record["models"].items():
         part = model["components"].get("scheduler")
         part = record["parts"][part] if isinstance(part, str) else part
         settings = {**part["config"], "_class_name": part["class"].rpartition(".")[2]}
-        found |= dict.fromkeys((path, model.get("also", path)), Scheduler.read(settings, model["pipeline"]))
-    return found
+        schedulers |= dict.fromkeys((path, model.get("also", path)), Scheduler.read(settings, model["pipeline"]))
+    return schedulers

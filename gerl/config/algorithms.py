@@ -63,12 +63,12 @@ class Teacher:
 
 def teachers(given: Sequence[Mapping[str, Any]]) -> list[Teacher]:
     """Parse the value of `algorithm.teachers`. Raises `ConfigError` for an invalid or duplicate entry."""
-    found = [_teacher(entry) for entry in given]
-    sources = [teacher.data_source for teacher in found]
-    if twice := next((teacher for teacher in found if sources.count(teacher.data_source) > 1), None):
+    parsed = [_teacher(entry) for entry in given]
+    sources = [teacher.data_source for teacher in parsed]
+    if twice := next((teacher for teacher in parsed if sources.count(teacher.data_source) > 1), None):
         prompts = f"data_source={twice.data_source}" if twice.data_source else "no data_source, which means all"
         raise ConfigError(f"{NAME} has two entries with {prompts}: use one for each kind of prompt")
-    return found
+    return parsed
 
 
 def _teacher(entry: Mapping[str, Any]) -> Teacher:

@@ -102,11 +102,11 @@ def sources(given: object, name: str, weighted: bool = True) -> list[Source]:
             f"{name}={shown(given)}: expected a string, or a list such as [a.txt, {{path: "
             f"b.txt{', weight: 2' * weighted}}}]"
         )
-    found = [_source(entry, name, weighted) for entry in entries]
-    paths = [source.path for source in found]
+    parsed = [_source(entry, name, weighted) for entry in entries]
+    paths = [source.path for source in parsed]
     if twice := next((path for path in paths if paths.count(path) > 1), None):
         raise ConfigError(f"{name} has {twice} twice: name each source once, with a weight")
-    return found
+    return parsed
 
 
 def _source(entry: object, name: str, weighted: bool) -> Source:
@@ -170,13 +170,13 @@ def template_columns(template: str, name: str) -> list[str]:
         parsed = list(Formatter().parse(template))
     except ValueError:
         parsed = []
-    found = [column for _, column, *_ in parsed if column is not None]
-    if not found or any(not column.strip() or form or cast for _, column, form, cast in parsed if column is not None):
+    columns = [column for _, column, *_ in parsed if column is not None]
+    if not columns or any(not column.strip() or form or cast for _, column, form, cast in parsed if column is not None):
         raise ConfigError(
             f"{name}={shown(template)}: expected a text with columns in braces, such as 'a photo of {{prompt}}, "
             "{style}'; write {{ and }} for braces in the text"
         )
-    return found
+    return columns
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,10 @@ def settings_of(config: Config) -> Settings:
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Return the keys of both settings whose values differ, and added or removed scorers."""
     before, after = flat_settings(old), flat_settings(new)
-    found = [Change(key, before[key], value) for key, value in after.items() if before.get(key, value) != value]
+    changed = [Change(key, before[key], value) for key, value in after.items() if before.get(key, value) != value]
     scorers, others = scorers_of(old), scorers_of(new)
-    found += [Change(f"reward.scorers.{name}", None, value) for name, value in others.items() if name not in scorers]
-    return found + [Change(f"reward.scorers.{name}", v, None) for name, v in scorers.items() if name not in others]
+    changed += [Change(f"reward.scorers.{name}", None, value) for name, value in others.items() if name not in scorers]
+    return changed + [Change(f"reward.scorers.{name}", v, None) for name, v in scorers.items() if name not in others]
 
 
 def unknown_keys(settings: Mapping[str, Any]) -> list[str]:
@@ -58,10 +58,10 @@ def unknown_keys(settings: Mapping[str, Any]) -> list[str]:
     block = settings.get("algorithm")
     is_data = isinstance(block, Mapping) and not is_trusted(block.get("path"))  # its own keys are not known
     known = {key for key, _ in keys(None if is_data else settings_class(block))}
-    found = flat_settings(settings)
+    values = flat_settings(settings)
     return [
         key
-        for key in found
+        for key in values
         if re.sub(r"^(reward\.scorers)\.[^.]+", r"\1.NAME", key) not in known
         and not (is_data and key.startswith("algorithm."))
     ]

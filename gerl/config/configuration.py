@@ -325,17 +325,17 @@ def check_savings(config: Config) -> None:
 
 def saving_notes(config: Config) -> list[str]:
     """Return notes for the log if a key that saves time changes the images or the sampling policy."""
-    sampling, found = config.sampling, []
+    sampling, notes = config.sampling, []
     if sampling.cache != "none":
         exact = "noisy steps are computed in full" if sampling.kernel != "ode" else "training computes in full"
         together = "; the images of a batch together decide what is skipped" * (sampling.cache == "first_block")
         key = f"sampling.cache={sampling.cache}"
-        found.append(f"{key}: images are sampled with approximate denoising steps, {exact}{together}")
+        notes.append(f"{key}: images are sampled with approximate denoising steps, {exact}{together}")
         if config.algorithm.needs.trajectory and sampling.window_size is None and not config.algorithm.needs.tree:
-            found.append(
+            notes.append(
                 f"{key} has little effect: all denoising steps but the last are noisy; set a sampling.window_size"
             )
     if config.rollout.quantize != "none":
         corrected = "their ratio corrects for it" if config.algorithm.needs.ratio else "training learns from images"
-        found.append(f"rollout.quantize={config.rollout.quantize}: images are sampled with 8-bit weights, {corrected}")
-    return found
+        notes.append(f"rollout.quantize={config.rollout.quantize}: images are sampled with 8-bit weights, {corrected}")
+    return notes

@@ -88,7 +88,7 @@ def as_markdown(rows: Iterable[Exclusion]) -> str:
     """Return a table of `rows` for the documentation."""
     lines = ["| key | not beside | because |", "|---|---|---|"]
     for row in rows:
-        beside = re.sub(r"[^ &|]+", lambda found: f"`{found[0]}`", row.beside)
+        beside = re.sub(r"[^ &|]+", lambda match: f"`{match[0]}`", row.beside)
         beside = beside.replace(" & ", " and ").replace(" | ", " or ")
         sentence = f"{row.reason}; {row.remedy}".replace("{algorithm.name}", "the algorithm")
         sentence = re.sub(r"(?:[\w.]+=)?\{([\w.]+)\}", r"this \1", sentence)

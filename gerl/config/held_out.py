@@ -37,9 +37,9 @@ class Criterion:
     @classmethod
     def parse(cls, given: str) -> "Criterion":
         """Parse `checkpoint.best`: the metric, with a minus in front if lower is better. Raises `ConfigError`."""
-        found = cls(given.removeprefix("-"), given.startswith("-"))
-        check_form(f"checkpoint.best={shown(given)}", found.metric)
-        return found
+        criterion = cls(given.removeprefix("-"), given.startswith("-"))
+        check_form(f"checkpoint.best={shown(given)}", criterion.metric)
+        return criterion
 
     def rank(self, value: float) -> float:
         """Return a number that is the higher the better."""

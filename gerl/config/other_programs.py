@@ -89,8 +89,8 @@ class Given:
 
     def number(self, *names: str, default: float | None = None) -> float | None:
         """Return the number given for one of `names`, or for a key with such a suffix."""
-        found = (_number(value) for name, value in self.values.items() if set(ends(name)) & set(names))
-        return next((number for number in found if number is not None), default)
+        numbers = (_number(value) for name, value in self.values.items() if set(ends(name)) & set(names))
+        return next((number for number in numbers if number is not None), default)
 
     def is_switched(self, name: str, on: bool) -> bool:
         """Whether the switch `name` is given as `on`."""
@@ -207,8 +207,8 @@ def _targets(value: Any, _: Given) -> Any:
 @_rule("resolution image_size")
 def _resolution(value: Any, _: Given) -> Any:
     sides = plain(value)
-    if isinstance(sides, str) and (found := re.fullmatch(r"(\d+)\s*[,x]\s*(\d+)", sides)):
-        return {"sampling.height": int(found[2]), "sampling.width": int(found[1])}  # kohya: width, height
+    if isinstance(sides, str) and (size := re.fullmatch(r"(\d+)\s*[,x]\s*(\d+)", sides)):
+        return {"sampling.height": int(size[2]), "sampling.width": int(size[1])}  # kohya: width, height
     if not isinstance(sides, list):
         return None
     if len(set(map(str, sides))) == 1:

@@ -39,12 +39,12 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 
 def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for error in (error for error in errors if error["type"] == "unexpected_keyword_argument"):
         location = [str(part) for part in error["loc"]]
         if not (location[0] == "algorithm" and readers(location[-1])):
-            found |= {name: value for name, value in _leaves(".".join(location), error["input"]) if is_foreign(name)}
-    return found
+            values |= {name: value for name, value in _leaves(".".join(location), error["input"]) if is_foreign(name)}
+    return values
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -70,12 +70,12 @@ def refusal(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling
 
 def advice(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None, first: str = "") -> str:
     """Return the translation of other programs' keys, preceded by `first`, with reasons."""
-    found = answered(given, own)
-    lines = " ".join(filter(None, [first, (spelling or typed)(found.written)]))
+    answer = answered(given, own)
+    lines = " ".join(filter(None, [first, (spelling or typed)(answer.written)]))
     said = [f"write {lines}"] if lines else []
-    said += [f"remove {', '.join(found.idle)}"] if found.idle else []
+    said += [f"remove {', '.join(answer.idle)}"] if answer.idle else []
     reasons: dict[str, list[str]] = {}
-    for name, reason in found.why.items():
+    for name, reason in answer.why.items():
         reasons.setdefault(reason, []).append(name)
     said += [f"{', '.join(names)}: {why}" if [*given] != names else why for why, names in reasons.items()]
     return f"{'; '.join(said)}; {LISTED}, docs/migrate compares them"

@@ -57,17 +57,17 @@ class Registry(Mapping[str, Algorithm]):
         """Register and return the algorithm of the file `path`, its text or class `source`. Raises `ConfigError`."""
         given, path = path, canonical(path)
         if path.startswith(PREFIX):
-            found = source if isinstance(source, type) else self._by_path.get(path)
-            if found is None:
+            algorithm = source if isinstance(source, type) else self._by_path.get(path)
+            if algorithm is None:
                 raise ConfigError(
                     f"{KEY}={path}: this was a class of a Python program; pass it again, with "
                     "gerl.train(resume=FOLDER, algorithm=CLASS), or give the file of an algorithm"
                 )
-            return self._add(found, path, path.removeprefix(PREFIX), given)
+            return self._add(algorithm, path, path.removeprefix(PREFIX), given)
         text = source if isinstance(source, bytes) else source_of(KEY, given, ConfigError)
-        found = _only(load_module(KEY, given, ConfigError, text), given)
+        algorithm = _only(load_module(KEY, given, ConfigError, text), given)
         self._sources[path] = text
-        return self._add(found, path, re.sub(r"\W", "_", Path(path).stem), given)
+        return self._add(algorithm, path, re.sub(r"\W", "_", Path(path).stem), given)
 
     def source(self, path: str) -> bytes | Algorithm:
         """Return what another process needs to `load` the algorithm of `path`."""
@@ -83,19 +83,22 @@ class Registry(Mapping[str, Algorithm]):
         except (OSError, TypeError):  # for example defined in an interactive session
             return b""
 
-    def _add(self, found: Algorithm, path: str, name: str, given: str) -> Algorithm:
-        names = _names(found) or (name,)
+    def _add(self, algorithm: Algorithm, path: str, name: str, given: str) -> Algorithm:
+        names = _names(algorithm) or (name,)
         if taken := [name for name in names if name in self.shipped]:
             raise ConfigError(f"{KEY}={given}: gerl already has an algorithm {taken[0]!r}; rename yours")
-        if missing := sorted(getattr(found, "__abstractmethods__", ())):
-            heads = [f"def {name}({', '.join(inspect.signature(getattr(found, name)).parameters)})" for name in missing]
+        if missing := sorted(getattr(algorithm, "__abstractmethods__", ())):
+            heads = [
+                f"def {name}({', '.join(inspect.signature(getattr(algorithm, name)).parameters)})" for name in missing
+            ]
             raise ConfigError(
-                f"{KEY}={given}: {found.__name__} does not define {' and '.join(missing)}; add {' and '.join(heads)}"
+                f"{KEY}={given}: {algorithm.__name__} does not define {' and '.join(missing)}; add "
+                f"{' and '.join(heads)}"
             )
-        found.names = " ".join(names)
-        self._own |= dict.fromkeys(names, found)
-        self._by_path[path] = found
-        return found
+        algorithm.names = " ".join(names)
+        self._own |= dict.fromkeys(names, algorithm)
+        self._by_path[path] = algorithm
+        return algorithm
 
 
 def canonical(path: str) -> str:
@@ -106,8 +109,10 @@ def canonical(path: str) -> str:
 def preset_of(algorithm: Algorithm) -> str:
     """Return the `algorithm=NAME` with settings for a class: the name of the gerl class it derives from."""
     shipped = ALGORITHMS.shipped
-    found = (vars(cls).get("preset") or next((n for n in _names(cls) if n in shipped), "") for cls in algorithm.__mro__)
-    return next(filter(None, found))
+    presets = (
+        vars(cls).get("preset") or next((n for n in _names(cls) if n in shipped), "") for cls in algorithm.__mro__
+    )
+    return next(filter(None, presets))
 
 
 def _names(cls: Algorithm) -> tuple[str, ...]:
@@ -123,16 +128,16 @@ def _classes(module: ModuleType) -> list[Algorithm]:
 def _only(module: ModuleType, path: str) -> Algorithm:
     """Return the only algorithm of a user's file that has no subclass in it. Raises `ConfigError` if not unique."""
     classes = _classes(module)
-    found = [c for c in classes if not any(c is not other and issubclass(other, c) for other in classes)]
-    if not found:
+    candidates = [c for c in classes if not any(c is not other and issubclass(other, c) for other in classes)]
+    if not candidates:
         raise ConfigError(
             f"{KEY}={path}: it defines no algorithm; add a class derived from one of gerl.algorithms, such as "
             "class Mine(FlowGRPO)"
         )
-    if len(found) > 1:
-        names = " and ".join(c.__name__ for c in found)
+    if len(candidates) > 1:
+        names = " and ".join(c.__name__ for c in candidates)
         raise ConfigError(f"{KEY}={path}: it defines the algorithms {names}; keep one of them in a file")
-    return found[0]
+    return candidates[0]
 
 
 ALGORITHMS = Registry()

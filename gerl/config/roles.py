@@ -57,14 +57,16 @@ def check_roles(config: Config) -> None:
     """Raise `ConfigError` if the configuration of a role, or the scorers of a turn, are not valid."""
     _check_scorers(config)
     for name in config.episode.roles:
-        found = role_config(config, name)
+        settings = role_config(config, name)
         if config.episode.is_text(name):
-            if config.episode.text_role(name).kept >= found.rollout.n:
-                raise ConfigError(f"episode.roles.{name}.kept: of {found.rollout.n} texts per prompt none is sampled")
-        elif (n := found.algorithm.needs).tree or n.reward_gradient or n.teachers or n.imitation or n.values:
+            if config.episode.text_role(name).kept >= settings.rollout.n:
+                raise ConfigError(
+                    f"episode.roles.{name}.kept: of {settings.rollout.n} texts per prompt none is sampled"
+                )
+        elif (n := settings.algorithm.needs).tree or n.reward_gradient or n.teachers or n.imitation or n.values:
             raise ConfigError(
-                f"episode.roles.{name}: {found.algorithm.name} needs trees, teachers, a critic or the gradient of the "
-                "reward, which roles do not have; use another algorithm.name"
+                f"episode.roles.{name}: {settings.algorithm.name} needs trees, teachers, a critic or the gradient of "
+                "the reward, which roles do not have; use another algorithm.name"
             )
 
 

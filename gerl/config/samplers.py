@@ -114,19 +114,19 @@ class Scheduler:
         """Reasons why its steps have no transition kernel, each with a remedy."""
         if self.kind is None and self.name in WITHOUT_KERNEL:
             return ["it has no transition kernel: give it another with model.parts, such as a DDIMScheduler"]
-        found, get = [], self.settings.get
+        sentences, get = [], self.settings.get
         if self.kind in (DDIM, CONSISTENCY) and get("thresholding"):
-            found.append("latents are not clipped by their own magnitude: set thresholding to false in its file")
+            sentences.append("latents are not clipped by their own magnitude: set thresholding to false in its file")
         if self.kind is DDIM and get("rescale_betas_zero_snr") and get("prediction_type", "epsilon") == "epsilon":
-            found.append(
+            sentences.append(
                 "with rescale_betas_zero_snr it starts at pure noise, where an epsilon prediction carries no "
                 "information: use a v-prediction model, or set it to false in its file"
             )
         if self.kind is FLOW and get("stochastic_sampling"):
-            found.append("gerl adds the noise itself: set stochastic_sampling to false in its file")
+            sentences.append("gerl adds the noise itself: set stochastic_sampling to false in its file")
         if self.kind is FLOW_LCM and get("scale_factors"):
-            found.append("a transition keeps the size of the latents: set scale_factors to null in its file")
-        return found
+            sentences.append("a transition keeps the size of the latents: set scale_factors to null in its file")
+        return sentences
 
 
 def is_open(sampling: Mapping[str, Any]) -> bool:
@@ -173,10 +173,10 @@ def check_sampler(config: "Config", scheduler: Scheduler) -> None:
 
 def misfits(sampling: SamplingConfig, scheduler: Scheduler) -> list[str]:
     """Return which keys of `sampling` the scheduler does not allow, each with those that it does."""
-    found = []
+    sentences = []
     for key in CHOICES if scheduler.kind is not None else ():
         value, allowed = getattr(sampling, key), scheduler.allows(key)
         idle = key == "kernel" and scheduler.kind is FLOW_MAP and sampling.noise_level == 0
         if value not in allowed and not idle:
-            found.append(f"sampling.{key}={value} is not for it, use {' or '.join(allowed)}")
-    return found
+            sentences.append(f"sampling.{key}={value} is not for it, use {' or '.join(allowed)}")
+    return sentences

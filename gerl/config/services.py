@@ -66,16 +66,16 @@ def service_of(given: Mapping[str, Any]) -> Service | None:
         raise ConfigError(f"{KEY}.token_env={shown(token)}: it must be the name of an environment variable")
     if not isinstance(given.get("body", {}), Mapping):
         raise ConfigError(f"{KEY}.body={shown(given['body'])}: it must be a dictionary")
-    found = Service(**given)
-    if (found.format == "comfyui") != (found.workflow is not None):
+    service = Service(**given)
+    if (service.format == "comfyui") != (service.workflow is not None):
         raise ConfigError(f"{KEY}.workflow: format=comfyui needs the graph as a file, and no other format has one")
-    if found.format != "gerl" and found.lora == "push":
-        raise ConfigError(f"{KEY}.lora=push: format={found.format} reads the LoRA from a path; use lora=path")
-    if (found.lora == "path") != (found.folder is not None):
+    if service.format != "gerl" and service.lora == "push":
+        raise ConfigError(f"{KEY}.lora=push: format={service.format} reads the LoRA from a path; use lora=path")
+    if (service.lora == "path") != (service.folder is not None):
         raise ConfigError(
             f"{KEY}.folder: lora=path needs a folder for LoRAs that the service reads, such as ComfyUI's models/loras, "
             "and lora=push has none"
         )
-    if found.announce is not None and found.format != "openai":
+    if service.announce is not None and service.format != "openai":
         raise ConfigError(f"{KEY}.announce: it is for format=openai; remove it")
-    return found
+    return service

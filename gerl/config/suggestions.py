@@ -30,36 +30,36 @@ class Answer:
 
 def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
     """Translate other programs' keys, given next to gerl's `own`, and note algorithm keys that are not read."""
-    found, everything = Answer(), Given(given)
+    answer, everything = Answer(), Given(given)
     sources: dict[str, str] = {}
     for name, value in given.items():
         if reason := absent(name):
-            found.why[name] = reason
+            answer.why[name] = reason
             continue
-        lines = _lines(name, value, everything, found)
-        if not lines and name not in found.why:
-            found.idle.append(name)
+        lines = _lines(name, value, everything, answer)
+        if not lines and name not in answer.why:
+            answer.idle.append(name)
         for key, meant in lines.items():
-            before = found.written.get(key, own.get(key, meant))
+            before = answer.written.get(key, own.get(key, meant))
             if key in own and plain(own[key]) != plain(meant):
-                found.why[name] = f"{key}={_text(own[key])} is already given"
+                answer.why[name] = f"{key}={_text(own[key])} is already given"
             elif plain(before) != plain(meant) and OPEN not in (before, meant):
-                found.written[key] = OPEN
-                found.why[key] = f"{sources[key]} and {name} mean the same; choose one value"
-            elif before == OPEN or key not in found.written:
-                found.written[key] = meant
+                answer.written[key] = OPEN
+                answer.why[key] = f"{sources[key]} and {name} mean the same; choose one value"
+            elif before == OPEN or key not in answer.written:
+                answer.written[key] = meant
                 sources[key] = name
-    chosen = str(own.get("algorithm", found.written.get("algorithm", "")))
+    chosen = str(own.get("algorithm", answer.written.get("algorithm", "")))
     used = [chosen] if chosen in ALGORITHMS else ["flow_grpo", "awm"]  # the default algorithms
-    for key in [key for key in found.written if key.startswith("algorithm.")]:
+    for key in [key for key in answer.written if key.startswith("algorithm.")]:
         able = readers(key.partition(".")[2])
         if not set(used) <= set(able):
-            found.why[key] = f"read with algorithm={' or '.join(able[:4])}"
-    return found
+            answer.why[key] = f"read with algorithm={' or '.join(able[:4])}"
+    return answer
 
 
-def _lines(name: str, value: Any, given: Given, found: Answer) -> dict[str, Any]:
-    """Return gerl's keys and values for one key, and note the reasons for unknown values in `found`."""
+def _lines(name: str, value: Any, given: Given, answer: Answer) -> dict[str, Any]:
+    """Return gerl's keys and values for one key, and note the reasons for unknown values in `answer`."""
     end, fields = known_as(name) or "", dict(keys())
     result: Any = others.RULES[end](value, given) if end in others.RULES else None
     result = others.FLAGS.get(end, {}).get(str(value).lower()) if result is None else result
@@ -67,13 +67,13 @@ def _lines(name: str, value: Any, given: Given, found: Answer) -> dict[str, Any]
     if isinstance(result, str):
         return dict(line.split("=", 1) for line in re.split(r" (?=[a-z_.]+=)", result) if line)
     if isinstance(result, Why):
-        return _open(name, value, result, found)
+        return _open(name, value, result, answer)
     lines = result if isinstance(result, dict) else {key: value for key in (elsewhere(name, fields) or "").split()}
     translated: dict[str, Any] = {}
     for key, meant in lines.items():
         other = others.VALUES.get(key, {}).get(str(meant).lower()) if isinstance(meant, str | bool | None) else None
         if isinstance(other, Why):
-            translated |= _open(name, meant, Why(other.text, other.key or key), found)
+            translated |= _open(name, meant, Why(other.text, other.key or key), answer)
             continue
         f = fields.get(re.sub(r"^reward\.scorers\.\w+\.", "reward.scorers.NAME.", key))
         meant = meant if other is None else other
@@ -81,14 +81,14 @@ def _lines(name: str, value: Any, given: Given, found: Answer) -> dict[str, Any]
         if reason and isinstance(meant, str) and not _unfit(key, meant.lower(), f):
             meant, reason = meant.lower(), ""  # other programs may use capitals
         if reason:
-            translated |= _open(name, meant, Why(f"{OPEN} must be {reason}, but {name} is {_text(meant)}", key), found)
+            translated |= _open(name, meant, Why(f"{OPEN} must be {reason}, but {name} is {_text(meant)}", key), answer)
         else:
             translated[key] = meant
     return translated
 
 
-def _open(name: str, value: Any, why: Why, found: Answer) -> dict[str, Any]:
-    found.why[name] = why.text.replace("{}", _text(value))
+def _open(name: str, value: Any, why: Why, answer: Answer) -> dict[str, Any]:
+    answer.why[name] = why.text.replace("{}", _text(value))
     return {why.key: OPEN} if why.key else {}
 
 
@@ -103,10 +103,10 @@ def other_value(key: str, value: object) -> str:
     """Return `; 'x' is 'y' here` for another program's value, or why there is no equivalent; empty if unknown."""
     if not isinstance(value, str | bool | None):
         return ""
-    found = others.VALUES.get(key, {}).get("null" if value is None else str(value).lower())
-    if isinstance(found, Why):
-        return f"; {found.text}"
-    return f"; {shown(value)} is {found} here" if found else ""
+    other = others.VALUES.get(key, {}).get("null" if value is None else str(value).lower())
+    if isinstance(other, Why):
+        return f"; {other.text}"
+    return f"; {shown(value)} is {other} here" if other else ""
 
 
 def _text(value: Any) -> str:

@@ -93,10 +93,10 @@ def folder_of(path: str) -> Path:
 
 
 def _lines(path: str, prompt_key: str, kwargs: Mapping[str, Any]) -> Sequence[str]:
-    module, found = _found(path)
+    module, source = _found(path)
     try:
         with neighbours_of(module) if path.rpartition(":")[0].endswith(".py") else contextlib.nullcontext():
-            made = found(**kwargs) if callable(found) else found
+            made = source(**kwargs) if callable(source) else source
             lines = as_lines(row_of(item, i, prompt_key) for i, item in enumerate(items(made)))
     except DataError:
         raise
@@ -105,7 +105,7 @@ def _lines(path: str, prompt_key: str, kwargs: Mapping[str, Any]) -> Sequence[st
         file = path.rpartition(":")[0]
         where = raised_at(error, file) if file.endswith(".py") else ""
         raise DataError(f"it raised {type(error).__name__}: {error}{where}") from error
-    if not callable(found) and kwargs:
+    if not callable(source) and kwargs:
         raise DataError(f"kwargs are given, and {path.rpartition(':')[2]} is not a function or class: remove them")
     if not lines:
         raise DataError("it has no prompts: it must have at least one")

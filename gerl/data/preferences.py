@@ -75,8 +75,8 @@ def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
     for row in rows:
         key = (row.text, *pictures_of(row), "", *(image.path for image in row.dataset_images))
         alike.setdefault(key, []).append(row)
-    found, kept = list(alike.values()), list[Prompt]()
-    for same in found:
+    groups, kept = list(alike.values()), list[Prompt]()
+    for same in groups:
         scores = zip(*([image.score for image in row.dataset_images] for row in same), strict=True)
         means = [math.fsum(values) / len(same) for values in scores]
         images = tuple(replace(i, score=mean) for i, mean in zip(same[0].dataset_images, means, strict=True))
@@ -87,8 +87,8 @@ def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
             f"none of its {len(rows)} rows prefers an image to another: all ranks of a row are equal, or its label "
             "is a tie"
         )
-    if len(kept) < len(found):
-        logger.info("%d of %d rows prefer no image to another and are skipped", len(found) - len(kept), len(found))
+    if len(kept) < len(groups):
+        logger.info("%d of %d rows prefer no image to another and are skipped", len(groups) - len(kept), len(groups))
     return kept
 
 
@@ -97,16 +97,16 @@ def images_to_imitate(rows: Sequence[Prompt]) -> list[Prompt]:
 
     Their ids are negative, unlike those of sampled prompts. Raises `DataError` if there are none.
     """
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for row in rows:
         best = max(image.score for image in row.dataset_images)
         good = [
             image for image in row.dataset_images if image.score == best and (len(row.dataset_images) > 1 or best > 0)
         ]
-        found += [replace(row, id=-1 - len(found) - i, dataset_images=(image,)) for i, image in enumerate(good)]
-    if not found:
+        prompts += [replace(row, id=-1 - len(prompts) - i, dataset_images=(image,)) for i, image in enumerate(good)]
+    if not prompts:
         raise DataError("all of its images are disliked: add some that are to be imitated")
-    return found
+    return prompts
 
 
 def check_groups(prompts: Sequence[Prompt], most: int, alone: bool, algorithm: str) -> None:

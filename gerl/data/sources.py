@@ -88,16 +88,16 @@ def digest(given: object, data: DataConfig, name: str) -> str:
 
     Depends on the order of the sources, not on weights and column names.
     """
-    found = []
+    digests = []
     for source in sources(given, name):
         try:
             own = _digest(source, data)
         except DataError as error:
             raise DataError(f"{name}={source.path}: {error}") from None
-        found.append(own if source.prompt_key is None else f"{own} {source.prompt_key}")
-    if len(found) == 1 and " " not in found[0]:
-        return found[0]
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+        digests.append(own if source.prompt_key is None else f"{own} {source.prompt_key}")
+    if len(digests) == 1 and " " not in digests[0]:
+        return digests[0]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def _digest(source: Source, data: DataConfig) -> str:
@@ -117,10 +117,10 @@ def source_names(given: object) -> str:
 
 def weights(given: object) -> list[Fraction] | None:
     """Return the weight of each source of `data.train`; None for a single source or no weights: one pool of prompts."""
-    found = [] if given is None else sources(given, "data.train")
-    if len(found) < 2 or all(source.weight is None for source in found):
+    parsed = [] if given is None else sources(given, "data.train")
+    if len(parsed) < 2 or all(source.weight is None for source in parsed):
         return None
-    return [Fraction(str(1.0 if source.weight is None else source.weight)) for source in found]
+    return [Fraction(str(1.0 if source.weight is None else source.weight)) for source in parsed]
 
 
 def max_prompts_per_step(shares: Sequence[Fraction], per_step: int) -> list[int]:
@@ -193,11 +193,11 @@ def contrasted(prompts: Sequence[Prompt]) -> list[Prompt]:
     texts = [prompts[i].text for i in order]
     if len(set(texts)) < 2:
         return list(prompts)
-    found: dict[int, str] = {}
+    texts_of: dict[int, str] = {}
     for place, i in enumerate(order):
         following = (texts[(place + k) % count] for k in range(1, count))
-        found[i] = next(text for text in following if text != texts[place])
-    return [replace(prompt, contrast=found[i]) for i, prompt in enumerate(prompts)]
+        texts_of[i] = next(text for text in following if text != texts[place])
+    return [replace(prompt, contrast=texts_of[i]) for i, prompt in enumerate(prompts)]
 
 
 def limit_prompts(prompts: Sequence[Prompt], most: int | None, given: object) -> list[Prompt]:
@@ -220,12 +220,12 @@ def limit_prompts(prompts: Sequence[Prompt], most: int | None, given: object) ->
                 "validation.max_prompts=%d excludes %s from the validation: set it to %d or more",
                 *(most, " and ".join(without), len(shares)),
             )
-    found, left = list[Prompt](), Counter(shares)
+    chosen, left = list[Prompt](), Counter(shares)
     for prompt in prompts:
         if left[prompt.source]:
             left[prompt.source] -= 1
-            found.append(prompt)
-    return found
+            chosen.append(prompt)
+    return chosen
 
 
 def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
@@ -258,17 +258,17 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
     key = _prompt_key(source, data)
     template = data.template if source.template is None else source.template
     if source.on_hub:
-        place, found = Path.cwd(), list(_hub(source, data).rows)
+        place, read_rows = Path.cwd(), list(_hub(source, data).rows)
     elif source.is_code:
-        place, found = folder_of(source.path), code_rows(source.path, key, source.kwargs or {})
-        found = _renamed(found, _columns(source, data), key, "it")
+        place, read_rows = folder_of(source.path), code_rows(source.path, key, source.kwargs or {})
+        read_rows = _renamed(read_rows, _columns(source, data), key, "it")
     else:
         path = tables.resolve(source.path)
-        place, found = path.parent, tables.read_rows(path, key)
+        place, read_rows = path.parent, tables.read_rows(path, key)
         if path.suffix.lower() != ".txt":
-            found = _renamed(found, _columns(source, data), key, str(path))
+            read_rows = _renamed(read_rows, _columns(source, data), key, str(path))
     rows = []
-    for where, row in found:
+    for where, row in read_rows:
         prompt = with_images(row, place, where) if given else row
         metadata = with_absolute_paths(prompt.metadata, place, where)
         if source.data_source is not None:

@@ -81,8 +81,8 @@ def resolve(source: str) -> Path:
     try:
         path = Path(source).expanduser()
         if not path.suffix and path.name == source and not path.exists():
-            if (found := next((p for s in SUFFIXES if (p := SHIPPED / (source + s)).is_file()), None)) is not None:
-                return found
+            if (shipped := next((p for s in SUFFIXES if (p := SHIPPED / (source + s)).is_file()), None)) is not None:
+                return shipped
             names = sorted({file.stem for file in SHIPPED.iterdir() if file.suffix in SUFFIXES})
             raise DataError(
                 f"there is no prompt list {source!r}: gerl ships {', '.join(names)}; or give the path of a "
@@ -147,9 +147,9 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 
 
 def _one_line(text: str, where: str) -> str:
-    if found := BREAKS.search(text):
+    if mark := BREAKS.search(text):
         raise DataError(
-            f"{where} contains the character U+{ord(found[0]):04X}, which other programs treat as a line end: "
+            f"{where} contains the character U+{ord(mark[0]):04X}, which other programs treat as a line end: "
             "replace it with a plain line end or a space"
         )
     return text
@@ -222,12 +222,12 @@ def _header(cells: list[str], prompt_key: str, where: str) -> list[str]:
     _check_once(names, where)
     if prompt_key in names:
         return names
-    found = f"{where} has no column {prompt_key!r}, only {', '.join(names):.200}"
+    problem = f"{where} has no column {prompt_key!r}, only {', '.join(names):.200}"
     for mark, spelled in SEPARATORS.items():
         if prompt_key in [part.strip().strip('"') for part in ",".join(cells).split(mark)]:
-            raise DataError(f"{found}: is it separated by {spelled}? Use commas instead")
+            raise DataError(f"{problem}: is it separated by {spelled}? Use commas instead")
     raise DataError(
-        f"{found}: set data.prompt_key to the one with the prompt or, if this is already a row, add a header row "
+        f"{problem}: set data.prompt_key to the one with the prompt or, if this is already a row, add a header row "
         "above it"
     )
 
@@ -286,10 +286,10 @@ def unused_columns(prompts: Sequence[Prompt], config: Config, accepted: Collecti
     """Return a warning about columns that seem intended for a pipeline with the `accepted` arguments, if any."""
     there = {name for prompt in prompts for name, value in prompt.metadata.items() if value is not None}
     given = {name for name in COLUMNS if name in accepted}
-    found = {name: why for name in sorted(there - given) if (why := _remedy(name, config, accepted))}
-    if not found:
+    unused = {name: why for name in sorted(there - given) if (why := _remedy(name, config, accepted))}
+    if not unused:
         return []
-    parts = ", ".join(f"{name} ({why})" for name, why in found.items())
+    parts = ", ".join(f"{name} ({why})" for name, why in unused.items())
     return [f"prompt columns that are passed to scorers but not to the pipeline: {parts}"]
 
 

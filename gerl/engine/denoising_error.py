@@ -43,25 +43,25 @@ class FinishedLatents:
 @contextlib.contextmanager
 def finished_latents(pipe: DiffusionPipeline) -> Iterator[FinishedLatents]:
     """Note the latents after each scheduler step of `pipe` in the block, which changes nothing about its call."""
-    found = FinishedLatents()
+    finished = FinishedLatents()
     with contextlib.ExitStack() as undo:
-        put(undo, pipe.scheduler, "step", _WatchedStep(found, pipe.scheduler))
-        yield found
+        put(undo, pipe.scheduler, "step", _WatchedStep(finished, pipe.scheduler))
+        yield finished
 
 
 class _WatchedStep:
     """`scheduler.step` that notes its result; a copied scheduler, of a secondary modality (sound), steps unwatched."""
 
-    def __init__(self, found: FinishedLatents, scheduler: SchedulerMixin) -> None:
-        self.found, self.scheduler, self.step = found, scheduler, scheduler.step
+    def __init__(self, finished: FinishedLatents, scheduler: SchedulerMixin) -> None:
+        self.finished, self.scheduler, self.step = finished, scheduler, scheduler.step
         self.__wrapped__ = scheduler.step  # pipelines inspect the signature
         self.last: float | None = None
 
     def __call__(self, model_output: torch.Tensor, timestep: Timestep, *args: Any, **kwargs: Any) -> Any:
         output = self.step(model_output, timestep, *args, **kwargs)
-        self.found.latents = output[0] if isinstance(output, tuple) else output.prev_sample
+        self.finished.latents = output[0] if isinstance(output, tuple) else output.prev_sample
         at = float(torch.as_tensor(timestep).flatten()[0])
-        self.found.steps += at != self.last  # Cosmos asks for the clean latents of a step before it takes it
+        self.finished.steps += at != self.last  # Cosmos asks for the clean latents of a step before it takes it
         self.last = at
         return output
 
@@ -77,10 +77,10 @@ def noise_level(rule: Rule) -> float:
 
 def nearest_steps(rules: Sequence[Rule], levels: Sequence[float] = LEVELS) -> list[int]:
     """Return the steps whose noise levels are nearest to `levels`, without those of pure noise."""
-    found = {k: level for k, rule in enumerate(rules) if 0 < (level := noise_level(rule)) < 0.999}
-    if not found:
+    noise_levels = {k: level for k, rule in enumerate(rules) if 0 < (level := noise_level(rule)) < 0.999}
+    if not noise_levels:
         raise ReplayError("the schedule has no noise level between clean images and pure noise: sample with more steps")
-    return sorted({min(found, key=lambda k: abs(found[k] - wanted)) for wanted in levels})
+    return sorted({min(noise_levels, key=lambda k: abs(noise_levels[k] - wanted)) for wanted in levels})
 
 
 def structure_of(
@@ -126,7 +126,7 @@ def denoising_errors(
             errors[k].append((difference**2).reshape(tape.batch_size, -1).mean(1))
 
         _unguided(partial(replay, pipe, tape, measure, steps=latents, latents=latents, grad=False))
-    return torch.stack([torch.stack(found).mean(0) for found in errors.values()], dim=1)
+    return torch.stack([torch.stack(of_level).mean(0) for of_level in errors.values()], dim=1)
 
 
 def _unguided(run: Callable[..., T]) -> T:
@@ -162,9 +162,9 @@ def differentiable_errors(
         errors, gradients = list[torch.Tensor](), list[torch.Tensor]()
         for i, k in enumerate(steps):
             noises = [noise(draw * len(steps) + i, values) for draw in range(draws)]
-            found = [_error_and_gradient(pipe, tape, k, values, drawn) for drawn in noises]
-            errors.append(torch.stack([error for error, _ in found]).mean(0))
-            gradients.append(torch.stack([gradient for _, gradient in found]).mean(0))
+            pairs = [_error_and_gradient(pipe, tape, k, values, drawn) for drawn in noises]
+            errors.append(torch.stack([error for error, _ in pairs]).mean(0))
+            gradients.append(torch.stack([gradient for _, gradient in pairs]).mean(0))
         return torch.stack(errors, dim=1), torch.stack(gradients, dim=1)
 
     errors: torch.Tensor = _Errors.apply(clean, compute)
@@ -187,9 +187,9 @@ def _error_and_gradient(
     given.steps[k - 1] = replace(tape.steps[k - 1], x_next=x.detach())
     given.steps[k] = replace(tape.steps[k], x=x.detach())
     ones = torch.ones(tape.batch_size, device=x.device)
-    found = _unguided(partial(backprop_step, pipe, given, k, squares, ones, carry=True))
-    assert found is not None
-    pairs = [(x, found.direct + found.through)]
+    derivative = _unguided(partial(backprop_step, pipe, given, k, squares, ones, carry=True))
+    assert derivative is not None
+    pairs = [(x, derivative.direct + derivative.through)]
     elements = x.numel() // tape.batch_size
     pairs += [(target, -2 * differences[-1] / elements)] if target.requires_grad else []
     (gradient,) = torch.autograd.grad([value for value, _ in pairs], leaf, [weight for _, weight in pairs])

@@ -242,6 +242,6 @@ def _difference(last: Tree, first: Tree) -> list[torch.Tensor | None]:
     if len(one) != len(other):
         return []
     pairs = zip(one, other, strict=True)
-    found = [None if a is None or b is None or a.shape != b.shape else a - b for a, b in pairs]
-    complete = all(a is None or d is not None for a, d in zip(one, found, strict=True))
-    return found if complete and any(d is not None for d in found) else []
+    differences = [None if a is None or b is None or a.shape != b.shape else a - b for a, b in pairs]
+    complete = all(a is None or d is not None for a, d in zip(one, differences, strict=True))
+    return differences if complete and any(d is not None for d in differences) else []

@@ -42,23 +42,25 @@ def guidance_roles(
     Raises `ReplayError` if guidance consists neither of one call with two halves nor of two calls. With `cfg` off also
     if the unconditional call comes first, or if guidance has no gradient when the conditional output replaces both.
     """
-    found = _FOUND.setdefault(pipe, {})
+    known_roles = _FOUND.setdefault(pipe, {})
     calls = looped_calls(tape)
     structures = {k: call_structure(tape, calls[k]) for k in steps}
-    found.update({structure: {} for structure in structures.values() if not has_roles(structure)})
-    new = {structure: k for k, structure in structures.items() if structure not in found}
+    known_roles.update({structure: {} for structure in structures.values() if not has_roles(structure)})
+    new = {structure: k for k, structure in structures.items() if structure not in known_roles}
     if new:
         influence = _influence(pipe, tape, set(new.values()), NEAR)
-        found.update({structure: _roles(k, structure, influence[k]) for structure, k in new.items()})
+        known_roles.update({structure: _roles(k, structure, influence[k]) for structure, k in new.items()})
     for k, structure in structures.items():
-        if cfg == "off" and next(iter(found[structure].values()), None) == "unconditional":
+        if cfg == "off" and next(iter(known_roles[structure].values()), None) == "unconditional":
             raise ReplayError(
                 f"the first denoiser call at step {k} is the unconditional one, before the conditional output that "
                 "replaces it is known: use cfg joint or detach_uncond"
             )
     if cfg == "off":
-        _check_off(pipe, tape, {structure: k for k, structure in reversed(structures.items()) if found[structure]})
-    return {(k, nth): role for k, structure in structures.items() for nth, role in found[structure].items()}
+        _check_off(
+            pipe, tape, {structure: k for k, structure in reversed(structures.items()) if known_roles[structure]}
+        )
+    return {(k, nth): role for k, structure in structures.items() for nth, role in known_roles[structure].items()}
 
 
 def guided(
@@ -277,9 +279,9 @@ class _Inspector(TapeHead):
         if self.served in self.steps and self.served not in self.influence and model_output.requires_grad:
             row = model_output[0].float()
             projection = (row * torch.randn(row.shape, generator=self.generator).to(row.device)).sum()
-            found = [_squared_gradients(projection, output) for output in self.outputs]
-            if any(rows is not None for rows in found):
-                self.influence[self.served] = found
+            squares = [_squared_gradients(projection, output) for output in self.outputs]
+            if any(rows is not None for rows in squares):
+                self.influence[self.served] = squares
         self.step += 1
         if self.steps <= self.influence.keys() or self.step == len(self.tape.steps):
             raise StopPipeline

@@ -46,17 +46,17 @@ class HiddenStates:
         self.last = next((v for v in (*args, *kwargs.values()) if torch.is_tensor(v)), None)
 
     def _keep(
-        self, tape: Tape, found: Features, module: torch.nn.Module, args: object, kwargs: dict[str, Any], output: Any
+        self, tape: Tape, features: Features, module: torch.nn.Module, args: object, kwargs: dict[str, Any], output: Any
     ) -> None:
         k, count, last = len(tape.steps), len(leading(output)), self.last
         self.last = None
-        if found.prompt is None and (prompt := prompt_embedding(kwargs)) is not None:
-            found.prompt = pooled(prompt, None, count, tape.batch_size)
+        if features.prompt is None and (prompt := prompt_embedding(kwargs)) is not None:
+            features.prompt = pooled(prompt, None, count, tape.batch_size)
         if last is None or (hidden := pooled(last, output, count, tape.batch_size)) is None:
             return
         self.calls[k] = self.calls.get(k, 0) + 1
-        before = found.hidden.get(k, hidden)
-        found.hidden[k] = before + (hidden - before) / self.calls[k]
+        before = features.hidden.get(k, hidden)
+        features.hidden[k] = before + (hidden - before) / self.calls[k]
 
 
 def submodules(denoiser: torch.nn.Module) -> Iterator[torch.nn.Module]:

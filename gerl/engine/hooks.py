@@ -72,8 +72,8 @@ class LatentsTracker:
     def refuse_if(self, flag: torch.Tensor, message: str) -> None:
         """Raise `ReplayError` when the pipeline's call has ended if the scalar `flag` is true."""
 
-        def act(found: bool) -> None:
-            if found:
+        def act(refused: bool) -> None:
+            if refused:
                 raise ReplayError(message)
 
         self.defer(flag, act)
@@ -92,8 +92,8 @@ class LatentsTracker:
         """Synchronise once, and call the deferred actions in order."""
         pending, self._pending = self._pending, []
         if pending:
-            for found, (_, act) in zip(torch.stack([flag for flag, _ in pending]).tolist(), pending, strict=True):
-                act(found)
+            for flag_value, (_, act) in zip(torch.stack([flag for flag, _ in pending]).tolist(), pending, strict=True):
+                act(flag_value)
 
 
 class TapeHead(LatentsTracker):

@@ -34,9 +34,9 @@ class Caches:
     def belong_to(self, pipe: DiffusionPipeline) -> None:
         """Find out how to run `pipe` without caches, for the error messages. Raises `ModelError` for stateful hooks."""
         for component, model in pipe.components.items():
-            if isinstance(model, torch.nn.Module) and (found := stateful_hooks(model)):
+            if isinstance(model, torch.nn.Module) and (hooks := stateful_hooks(model)):
                 raise ModelError(
-                    f"{component} keeps state between denoising steps ({', '.join(found)}), which cannot be "
+                    f"{component} keeps state between denoising steps ({', '.join(hooks)}), which cannot be "
                     f"replayed: call pipe.{component}.disable_cache() first"
                 )
         switches = [p for p in inspect.signature(type(pipe).__call__).parameters if "cache" in p]
@@ -81,17 +81,17 @@ def cut_caches(arguments: Tree, output: Tree, before: set[int]) -> list[tuple[to
 
     `before`: the ids of the tensors that the caches held before the call.
     """
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in before or not tensor.requires_grad:
             return tensor
-        found.append((tensor, tensor.detach().requires_grad_()))
-        return found[-1][1]
+        pairs.append((tensor, tensor.detach().requires_grad_()))
+        return pairs[-1][1]
 
     for value in {id(value): value for value in objects_of((arguments, output))}.values():
         _replace_tensors(value, leaf)
-    return found
+    return pairs
 
 
 def _replace_tensors(value: object, new: Callable[[torch.Tensor], torch.Tensor], depth: int = DEPTH) -> None:

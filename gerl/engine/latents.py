@@ -59,13 +59,13 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
     def moved(weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return torch.autograd.grad(sample, leaves, weights, retain_graph=True, allow_unused=True)
 
-    found = _handed_on(moved(torch.ones_like(sample)))
-    if len(found) > 1 and (free := _free(tape, sample)) is not None:
+    outputs = _handed_on(moved(torch.ones_like(sample)))
+    if len(outputs) > 1 and (free := _free(tape, sample)) is not None:
         # a condition may be passed on too, to positions that the pipeline overwrites in each step
-        found = _handed_on(moved(free))
-    if len(found) != 1:
+        outputs = _handed_on(moved(free))
+    if len(outputs) != 1:
         raise ReplayError(UNTRACEABLE)
-    ((number, handed_on, scale),) = found
+    ((number, handed_on, scale),) = outputs
     value = moved(given.to(sample.dtype))[number]
     assert value is not None
     position, leaf = tracer.leaves[number]
@@ -75,11 +75,11 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
 
 def _handed_on(derivatives: tuple[torch.Tensor | None, ...]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """Return index, mask and scale of the tensors whose values are passed on one by one: all with one derivative."""
-    found = []
+    outputs = []
     for number, reached in enumerate(derivatives):
         if reached is not None and len(scales := reached[reached != 0].unique()) == 1:
-            found.append((number, reached != 0, scales))
-    return found
+            outputs.append((number, reached != 0, scales))
+    return outputs
 
 
 def _free(tape: Tape, sample: torch.Tensor) -> torch.Tensor | None:
@@ -199,15 +199,15 @@ class Decoder(TapeHead):
 def _pixels(output: object) -> torch.Tensor:
     """Return the images or videos of a pipeline's output, fp32."""
     given = dict(output.items()) if hasattr(output, "items") else {}
-    found = next((given[name] for name in ("images", "frames", "image") if given.get(name) is not None), None)
-    if isinstance(found, list) and found and all(torch.is_tensor(part) for part in found):
-        found = torch.stack(found)
-    if not torch.is_tensor(found) or found.ndim not in (4, 5):
+    images = next((given[name] for name in ("images", "frames", "image") if given.get(name) is not None), None)
+    if isinstance(images, list) and images and all(torch.is_tensor(part) for part in images):
+        images = torch.stack(images)
+    if not torch.is_tensor(images) or images.ndim not in (4, 5):
         named = ", ".join(f"{name}: {type(value).__name__}" for name, value in given.items()) or type(output).__name__
         raise ReplayError(
             f"the pipeline was asked for tensors and returned {named}: its images cannot be differentiated"
         )
-    return found[:, 0].float() if found.ndim == 5 and found.shape[1] == 1 else found.float()
+    return images[:, 0].float() if images.ndim == 5 and images.shape[1] == 1 else images.float()
 
 
 # --- Clean latents of dataset images: the inverse of the path from a pipeline's last step to its VAE.
@@ -324,10 +324,10 @@ class _Tail(TapeHead):
 
 def _decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor | None:
     """Return the input of `vae.decode` if the last step ends at `latents`, with gradient; None if not reached."""
-    found: list[torch.Tensor] = []
-    with torch.enable_grad(), _decoding(pipe, found.append):
+    outputs: list[torch.Tensor] = []
+    with torch.enable_grad(), _decoding(pipe, outputs.append):
         rerun(pipe, _Tail(tape, latents))
-    return found[0] if found and torch.is_tensor(found[0]) else None
+    return outputs[0] if outputs and torch.is_tensor(outputs[0]) else None
 
 
 @contextlib.contextmanager

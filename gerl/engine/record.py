@@ -156,12 +156,12 @@ def record_structure(
     mostly once. `steps`: number of steps to record, None: as many as `tape` has. Raises the pipeline's errors for the
     arguments, and `ModelError` if it takes fewer steps than that.
     """
-    found = Tape({**select_call(tape.call, index), **changed}, len(index))
-    recorder = Recorder(found, DETERMINISTIC, None)
+    rows_tape = Tape({**select_call(tape.call, index), **changed}, len(index))
+    recorder = Recorder(rows_tape, DETERMINISTIC, None)
     recorder.skipping = StructureOnly(len(tape.steps) if steps is None else steps)
     with uncounted(pipe):
         recorder.run(pipe, fixed_generators(len(index)))
-    return found
+    return rows_tape
 
 
 def fixed_generators(n: int) -> list[torch.Generator]:
@@ -299,9 +299,9 @@ class Recorder(RolloutHead):
             raise StopPipeline
         return x_next
 
-    def _note_written(self, k: int, carried: torch.Tensor, written: torch.Tensor, found: bool) -> None:
-        """Complete step `k`, before which the pipeline edited the `carried` latents, or `found` them unedited."""
-        if not found:
+    def _note_written(self, k: int, carried: torch.Tensor, written: torch.Tensor, was_written: bool) -> None:
+        """Complete step `k`, before which the pipeline edited the `carried` latents, or which it left."""
+        if not was_written:
             self.tape.steps[k] = replace(self.tape.steps[k], x=carried)  # as stored for the step before
             return
         if bool(self.tape.steps[k].x[written].isnan().any()):

@@ -147,14 +147,14 @@ def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) ->
     """Return the output, and the modules that ran a part without its gradient: trained, or its input has one."""
     names = {module: name for name, module in denoiser.named_modules()}
     entered: list[tuple[torch.nn.Module, bool, bool]] = [(denoiser, torch.is_grad_enabled(), False)]
-    found: dict[torch.nn.Module, NoGradPart] = {}
+    parts: dict[torch.nn.Module, NoGradPart] = {}
 
     def enter(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         outer, with_grad, has_gradient = entered[-1]
         on = torch.is_grad_enabled()
         missed = any(p.requires_grad or has_gradient for p in module.parameters())
-        if with_grad and not on and outer not in found and missed:
-            found[outer] = NoGradPart(outer, names[outer] or "the denoiser", names[module])
+        if with_grad and not on and outer not in parts and missed:
+            parts[outer] = NoGradPart(outer, names[outer] or "the denoiser", names[module])
         leaves = tree_leaves((args, kwargs)) if on else []
         entered.append((module, on, any(torch.is_tensor(v) and v.requires_grad for v in leaves)))
 
@@ -165,7 +165,7 @@ def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) ->
     handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules]
     handles += [m.register_forward_hook(leave) for m in modules]
     try:
-        return forward(), list(found.values())
+        return forward(), list(parts.values())
     finally:
         for handle in handles:
             handle.remove()
@@ -288,11 +288,11 @@ class ReplayedStep:
         kept = self.tape_mean is None or self.tape_mean.is_meta
         mean = self.tape_mean if kept or self.tape_mean is None else self.part(self.tape_mean)
         x, output = self.part(self.x), self.part(self.model_output)
-        found = replace(self, x=x, x_next=x_next, tape_mean=mean, model_output=output, overwritten=None)
-        found.__dict__["mean"] = self.part(self.mean)  # the rule of scaled rows may clip at another value
+        scaled = replace(self, x=x, x_next=x_next, tape_mean=mean, model_output=output, overwritten=None)
+        scaled.__dict__["mean"] = self.part(self.mean)  # the rule of scaled rows may clip at another value
         if self.x_next is not None and self.rule.std > 0:
-            found.__dict__["log_prob"] = self.log_prob  # bitwise that of the record
-        return found
+            scaled.__dict__["log_prob"] = self.log_prob  # bitwise that of the record
+        return scaled
 
     @property
     def recorded_mean(self) -> torch.Tensor | None:
@@ -464,9 +464,9 @@ class Replayer(TapeHead):
             cut.append((value, value.detach().requires_grad_()))
             return cut[-1][1]
 
-        found = tree_map(leaf, value)
+        leaves = tree_map(leaf, value)
         self.cuts.append((self.step, cut))
-        return found
+        return leaves
 
     def next_latents(
         self, model_output: torch.Tensor, sample: torch.Tensor, source: torch.Tensor | None
@@ -631,13 +631,13 @@ def first_of_duplicates(x: torch.Tensor) -> list[int]:
     flat = x.flatten(1)
     keys = flat[:, :: max(1, flat.shape[1] // KEY)].tolist()
     first: dict[tuple[float, ...], int] = {}
-    found = [first.setdefault(tuple(key), i) for i, key in enumerate(keys)]
-    pairs = [(i, j) for i, j in enumerate(found) if i != j]
+    firsts = [first.setdefault(tuple(key), i) for i, key in enumerate(keys)]
+    pairs = [(i, j) for i, j in enumerate(firsts) if i != j]
     if pairs:
         equal = torch.stack([(flat[i] == flat[j]).all() for i, j in pairs]).tolist()
         for (i, _), same in zip(pairs, equal, strict=True):
-            found[i] = found[i] if same else i
-    return found
+            firsts[i] = firsts[i] if same else i
+    return firsts
 
 
 def deduplicate(
@@ -886,7 +886,7 @@ class StepGradients(Generic[T]):
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], reduce: Callable[[Sequence[torch.Tensor]], T]) -> None:
         self.parameters, self.reduce = parameters, reduce
-        self._found: dict[int, T] = {}
+        self._results: dict[int, T] = {}
         self._step: int | None = None
         self._before: list[torch.Tensor | None] = []
 
@@ -899,7 +899,7 @@ class StepGradients(Generic[T]):
     def end(self) -> dict[int, T]:
         """Return the results by step; call after the replay."""
         self._close()
-        return self._found
+        return self._results
 
     def _close(self) -> None:
         if self._step is None:
@@ -908,7 +908,7 @@ class StepGradients(Generic[T]):
         for p, before in zip(self.parameters, self._before, strict=True):
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             added.append(grad if before is None else grad - before)
-        self._found[self._step] = self.reduce(added)
+        self._results[self._step] = self.reduce(added)
         self._step, self._before = None, []
 
 

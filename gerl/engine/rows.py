@@ -124,8 +124,8 @@ def batch_dim(full: torch.Tensor, like: object, n: int, probed: int) -> int | No
     multiples: list[float] = [int(size == n) for size in full.shape]
     if isinstance(like, torch.Tensor) and like.ndim == full.ndim:
         multiples = [size / probed for size in like.shape]
-    found = (dim for dim, multiple in enumerate(multiples) if multiple and full.shape[dim] == multiple * n)
-    return next(found, None)
+    dimensions = (dim for dim, multiple in enumerate(multiples) if multiple and full.shape[dim] == multiple * n)
+    return next(dimensions, None)
 
 
 def map_rows(
@@ -180,7 +180,7 @@ def same(ours: Tree, theirs: Tree) -> bool:
     flags: dict[torch.device, list[torch.Tensor]] = {}
     for x, y in tensors:
         flags.setdefault(x.device, []).append((x != y).any())
-    return not any(bool(torch.stack(found).any()) for found in flags.values())  # one wait per device
+    return not any(bool(torch.stack(of_device).any()) for of_device in flags.values())  # one wait per device
 
 
 def leading(output: Tree) -> torch.Tensor | list[object]:

@@ -90,13 +90,13 @@ class Storing:
             return self._known[id(tensor)][1]
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_meta:
-            found: dict[str, Any] = {"shape": list(tensor.shape), "dtype": dtype}
+            record: dict[str, Any] = {"shape": list(tensor.shape), "dtype": dtype}
         else:
-            found = self.plain(tensor.detach())
+            record = self.plain(tensor.detach())
         if not tensor.is_contiguous() and torch.empty_like(tensor).stride() == tensor.stride():
-            found["strides"] = list(tensor.stride())  # the last bits of a product may depend on them
-        self._known[id(tensor)] = tensor, found
-        return found
+            record["strides"] = list(tensor.stride())  # the last bits of a product may depend on them
+        self._known[id(tensor)] = tensor, record
+        return record
 
     def plain(self, values: torch.Tensor | np.ndarray) -> dict[str, Any]:
         """Store values under the next name."""
@@ -121,12 +121,12 @@ def restore(
     fp32. Raises `ReplayError` if it is damaged.
     """
     try:
-        found = _Restoring(tensors, torch.device(device), torch.device(recorded_on), whole).value(stored)
+        trajectory = _Restoring(tensors, torch.device(device), torch.device(recorded_on), whole).value(stored)
     except (KeyError, TypeError, ValueError, AttributeError, ImportError, RuntimeError, OSError) as error:
         raise ReplayError(f"a stored trajectory is damaged: {type(error).__name__}: {error}") from None
-    if not isinstance(found, Trajectory):
-        raise ReplayError(f"a stored trajectory is damaged: it is a {type(found).__name__}")
-    return found
+    if not isinstance(trajectory, Trajectory):
+        raise ReplayError(f"a stored trajectory is damaged: it is a {type(trajectory).__name__}")
+    return trajectory
 
 
 class _Restoring:
@@ -165,8 +165,8 @@ class _Restoring:
         return [(self.value(k), self.value(v)) for k, v in stored]
 
     def numbers(self, stored: dict[str, Any]) -> np.ndarray:
-        found: np.ndarray = self.tensors[stored["tensor"]].numpy().copy()
-        return found
+        array: np.ndarray = self.tensors[stored["tensor"]].numpy().copy()
+        return array
 
     def tensor(self, stored: dict[str, Any]) -> torch.Tensor:
         strides = stored.get("strides")
@@ -222,10 +222,10 @@ def _form(value: Any) -> tuple[str, list[Any]] | None:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is no dtype")
-    return found
+    return dtype
 
 
 def _name(kind: type[Any]) -> str:
@@ -246,10 +246,10 @@ def _is_output(kind: type[Any]) -> bool:
 
 def _output_class(name: str) -> type[Any]:
     module, _, kind = name.rpartition(".")
-    found: type[Any] = getattr(import_module(module), kind) if name.startswith(LIBRARIES) else object
-    if not _is_output(found):
+    cls: type[Any] = getattr(import_module(module), kind) if name.startswith(LIBRARIES) else object
+    if not _is_output(cls):
         raise ValueError(f"{name} is no output of a model")
-    return found
+    return cls
 
 
 def _image_bytes(image: Image.Image) -> bytes:

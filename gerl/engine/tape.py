@@ -88,15 +88,15 @@ def probed_call(
     call of later steps (skip-layer guidance) has its rows in the first dimension of its output.
     """
     like = [c for c in calls if c.component == recorded.component] or list(calls[-1:])
-    found = like[min(nth, len(like) - 1)] if like else ComponentCall(0, "", None)
-    full, shown = tree_leaves(recorded.output), tree_leaves(found.output)
+    probe = like[min(nth, len(like) - 1)] if like else ComponentCall(0, "", None)
+    full, shown = tree_leaves(recorded.output), tree_leaves(probe.output)
     whole = [value for value in full if torch.is_tensor(value)]
     if not like or nth < len(like) or not whole:
-        return found
+        return probe
     if len(full) == len(shown) and all(
         batch_dim(v, s, n, probed) is not None for v, s in zip(full, shown, strict=True)
     ):
-        return found
+        return probe
     rows = whole[0].shape[0] if whole[0].ndim else 0
 
     def fewer(value: object) -> object:
@@ -395,9 +395,9 @@ class Trajectory:
             raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
         if len(self.task.segments) > 1:  # sampled in several calls
             places = {leaf: (i, r) for i, s in enumerate(self.task.segments) for r, leaf in enumerate(s.leaves)}
-            found = [(self.task.segments[i], self.tapes[i], r) for i, r in (places[i] for i in index)]
-            segments = [replace(s, seeds=(s.seeds[r],), leaves=(n,)) for n, (s, _, r) in enumerate(found)]
-            tapes = [tape if tape.batch_size == 1 else tape.rows([r]) for _, tape, r in found]
+            chosen = [(self.task.segments[i], self.tapes[i], r) for i, r in (places[i] for i in index)]
+            segments = [replace(s, seeds=(s.seeds[r],), leaves=(n,)) for n, (s, _, r) in enumerate(chosen)]
+            tapes = [tape if tape.batch_size == 1 else tape.rows([r]) for _, tape, r in chosen]
         else:
             (s,), (tape,) = self.task.segments, self.tapes
             segments = [replace(s, seeds=tuple(s.seeds[i] for i in index), leaves=tuple(range(len(index))))]

@@ -775,10 +775,12 @@ def family(scheduler: SchedulerMixin) -> str | None:
     import diffusers  # imported lazily: the driver of a run does not need diffusers
 
     # older versions lack some of them
-    found = next((name for kind, name in FAMILIES.items() if isinstance(scheduler, getattr(diffusers, kind, ()))), None)
-    if found not in FLOW and scheduler.config.get("prediction_type") == "flow_prediction":
+    kind_name = next(
+        (name for kind, name in FAMILIES.items() if isinstance(scheduler, getattr(diffusers, kind, ()))), None
+    )
+    if kind_name not in FLOW and scheduler.config.get("prediction_type") == "flow_prediction":
         return "flow"
-    return found
+    return kind_name
 
 
 def step_index(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:

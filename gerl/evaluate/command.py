@@ -204,11 +204,11 @@ def _run(request: Request) -> Evaluation:
     finally:
         if rows:
             results = compare(rows, thresholds(config.reward))
-            found = Evaluation(rows, results, len(rows) == total, _measured(request, tasks, rows))
-            found = replace(found, remarks=_remarks(request, prompts, selection, results))
-            report(request, found, selection)
+            evaluation = Evaluation(rows, results, len(rows) == total, _measured(request, tasks, rows))
+            evaluation = replace(evaluation, remarks=_remarks(request, prompts, selection, results))
+            report(request, evaluation, selection)
     check_any_scored(rows)
-    return found
+    return evaluation
 
 
 def _check_code(request: Request) -> None:
@@ -284,9 +284,9 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     if options.images is not None and options.images < 1:
         raise ConfigError(f"images={options.images}: it must be a number of images, at least 1")
     _check_suite(options)
-    found = [(path, *find_lora(path)) for _, path in options.lora]
-    files = name_loras([(name, path, file) for (name, _), (path, file, _) in zip(options.lora, found, strict=True)])
-    runs = {name: (Path(path).expanduser(), w) for name, (path, _, w) in zip(files, found, strict=True) if w}
+    loras = [(path, *find_lora(path)) for _, path in options.lora]
+    files = name_loras([(name, path, file) for (name, _), (path, file, _) in zip(options.lora, loras, strict=True)])
+    runs = {name: (Path(path).expanduser(), w) for name, (path, _, w) in zip(files, loras, strict=True) if w}
     chosen = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
     if not chosen:
         path = next((o.removeprefix("model.path=") for o in overrides if o.startswith("model.path=")), model)
@@ -368,20 +368,20 @@ def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned
     return config, pinned, tuple(deviations(pinned, plain, config, options.images or pinned.images))
 
 
-def report(request: Request, found: Evaluation, selection: Selection) -> None:
+def report(request: Request, evaluation: Evaluation, selection: Selection) -> None:
     """Write the files to `out`, if given, and log the table. Raises `GerlError` if they cannot be written."""
     from gerl.evaluate.comparison import facts as suite_facts
     from gerl.evaluate.comparison import sheets, table, text, write_files  # imports torch
 
-    prompts = len({row.prompt_id for row in found.rows})
+    prompts = len({row.prompt_id for row in evaluation.rows})
     what = "images" if request.roles is None else "episodes"
-    counts = f"{len(found.rows)} {what} of {prompts} prompts; the same noise for all variants"
-    lines = ["", table(found.results), "", counts, *found.remarks]
-    if failed := [row for row in found.rows if row.failure]:
+    counts = f"{len(evaluation.rows)} {what} of {prompts} prompts; the same noise for all variants"
+    lines = ["", table(evaluation.results), "", counts, *evaluation.remarks]
+    if failed := [row for row in evaluation.rows if row.failure]:
         first = f"the first, of {failed[0].variant} for {failed[0].prompt!r}: {failed[0].failure}"
-        lines.append(f"failures: {len(failed)} of {len(found.rows)} images; {first}")
-    if found.suite is not None:
-        lines += ["", text(found.suite), ""]
+        lines.append(f"failures: {len(failed)} of {len(evaluation.rows)} images; {first}")
+    if evaluation.suite is not None:
+        lines += ["", text(evaluation.suite), ""]
     if request.out is not None:
         facts: dict[str, object] = {
             "model": request.config.model.path,
@@ -390,15 +390,17 @@ def report(request: Request, found: Evaluation, selection: Selection) -> None:
             "images": request.images,
             "prompts_reported": len(selection.prompts),
             "prompts_of_the_choice": selection.aside,
-            "complete": found.complete,
+            "complete": evaluation.complete,
             "variants": {n: None if v.path is None else str(v.path) for n, v in request.variants.items()},
         }
         if request.roles is not None:
             facts["turns"] = request.config.episode.turns
             facts["roles"] = {name: list(variant.roles) for name, variant in request.variants.items()}
-        if found.suite is not None:
-            facts["suite"] = suite_facts(found.suite)
-        above = () if found.suite is None else sheets(found.suite)
+        if evaluation.suite is not None:
+            facts["suite"] = suite_facts(evaluation.suite)
+        above = () if evaluation.suite is None else sheets(evaluation.suite)
         title = " and ".join([Path(request.config.model.path).name, *request.loras])
-        lines += map(str, write_files(request.out, title, found.rows, found.results, facts, above, found.remarks))
+        lines += map(
+            str, write_files(request.out, title, evaluation.rows, evaluation.results, facts, above, evaluation.remarks)
+        )
     logger.info("%s", "\n".join(lines))

@@ -135,8 +135,8 @@ def compare(rows: Sequence[ScoredRow], success: Mapping[str, float] | None = Non
         results[column] = _paired(ids, scores, {v: estimate(ids, own, ends) for v, own in scores.items()})
         derived = {v: attempts(ids, own, (success or {}).get(column)) for v, own in scores.items()}
         for name, first in derived[variants[0]].items():
-            means = {v: found[name].estimate(ends) for v, found in derived.items()}
-            best = {v: found[name].values for v, found in derived.items()}
+            means = {v: derived_columns[name].estimate(ends) for v, derived_columns in derived.items()}
+            best = {v: derived_columns[name].values for v, derived_columns in derived.items()}
             results[f"{column}/{name}"] = _paired(first.ids, best, means, (0.0, 1.0) if first.share else None)
     return results
 
@@ -353,18 +353,18 @@ def tasks_of(suite: Suite, prompts: Sequence[Prompt]) -> dict[int, str]:
     """Return the tasks by prompt id, empty if the suite has no tasks. Raises `DataError` for an unknown task."""
     if suite.tasks is None:
         return {}
-    found = {prompt.id: str(prompt.metadata.get(suite.tasks.column)) for prompt in prompts}
-    if odd := [task for task in found.values() if task not in suite.tasks.names]:
+    tasks = {prompt.id: str(prompt.metadata.get(suite.tasks.column)) for prompt in prompts}
+    if odd := [task for task in tasks.values() if task not in suite.tasks.names]:
         raise DataError(
             f"a prompt of the suite has {suite.tasks.column}={odd[0]}, expected one of {', '.join(suite.tasks.names)}"
         )
-    return found
+    return tasks
 
 
 def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[SuiteMean]:
     """Return the means of all scored columns of the suite by variant, and by task for columns over tasks."""
     variants = list(dict.fromkeys(row.variant for row in rows))
-    found = []
+    means = []
     for name, column in suite.columns.items():
         scores: dict[str, dict[Place, float]] = {variant: {} for variant in variants}
         for row in rows:
@@ -381,8 +381,8 @@ def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -
                 mean = _estimate(own, column, tasks, _ends(all_scores))
                 ends = gain_ends(list(gains.values()), all_scores)
                 difference = None if variant == BASE else _estimate(gains, column, tasks, ends, together(variants))
-                found.append(SuiteMean(name, variant, mean, difference, task))
-    return found
+                means.append(SuiteMean(name, variant, mean, difference, task))
+    return means
 
 
 def _estimate(
@@ -410,15 +410,15 @@ def missing_parts(pinned: PinnedSuite, tasks: Mapping[int, str], rows: Sequence[
     wanted = pinned.suite.prompts
     assert wanted is not None  # `pin` refuses suites without
     sampled = {row.prompt_id for row in rows}
-    found = [] if len(sampled) == wanted.count else [f"{len(sampled)} of {wanted.count} prompts"]
+    missing = [] if len(sampled) == wanted.count else [f"{len(sampled)} of {wanted.count} prompts"]
     if pinned.suite.tasks is not None:
         without = [task for task in pinned.suite.tasks.names if task not in {tasks[prompt] for prompt in sampled}]
-        found += [f"no prompt of {', '.join(without)}"] if without else []
+        missing += [f"no prompt of {', '.join(without)}"] if without else []
     for name, column in pinned.suite.columns.items():
         scored = sum(row.values.get(name) is not None for row in rows)
         if 0 < scored < len(rows):
-            found.append(f"{len(rows) - scored} of {len(rows)} images without {column.measured}")
-    return found
+            missing.append(f"{len(rows) - scored} of {len(rows)} images without {column.measured}")
+    return missing
 
 
 def remarks(results: SuiteResults) -> list[str]:

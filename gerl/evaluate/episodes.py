@@ -64,13 +64,15 @@ class EpisodeWorker(RoleWorker):
         """Return the averaged LoRA of a role from the state of a checkpoint."""
         prefix = f"{FOLDER}/{role}/{AVERAGE}" if role in self.others else AVERAGE
         wanted = self.by_role[role].policy.ema.average
-        found = {name: tensors[prefix + name] for name in wanted if prefix + name in tensors}
-        if found.keys() != wanted.keys() or any(found[name].shape != value.shape for name, value in wanted.items()):
+        averages = {name: tensors[prefix + name] for name in wanted if prefix + name in tensors}
+        if averages.keys() != wanted.keys() or any(
+            averages[name].shape != value.shape for name, value in wanted.items()
+        ):
             raise CheckpointError(
                 f"{path} has no LoRA of the role {role} with the layers and the rank of this configuration; give the "
                 "checkpoint's own with experiment=RUN/config.yaml, or evaluate it alone"
             )
-        return found
+        return averages
 
     def use(self, variant: Variant) -> None:
         """Compute with the LoRAs of `variant` from now on."""
@@ -80,10 +82,10 @@ class EpisodeWorker(RoleWorker):
 
     def take_notes(self) -> list[str]:
         """Return and clear the messages logged since the last call."""
-        found = [note for worker in self.by_role.values() for note in worker.notes]
+        notes = [note for worker in self.by_role.values() for note in worker.notes]
         for worker in self.by_role.values():
             worker.notes.clear()
-        return found
+        return notes
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Sampled:
     def row(self, i: int) -> tuple[dict[str, float | None], str]:
         """Return the values of image `i` by column, without scorers that do not score this turn, and why some lack."""
         values, failure = score_row(self.scores, i)
-        failed = {found.scorer for found in self.scores.failures[i]}
+        failed = {failure_of.scorer for failure_of in self.scores.failures[i]}
         kept = {n: v for n, v in values.items() if v is not None or n == TOTAL or n.partition("/")[0] in failed}
         return kept, failure
 
@@ -130,15 +132,15 @@ def sample_episodes(
         logger.warning("%s", sentence)
     logged = set[str]()
     for start in range(0, len(prompts), least * count):
-        part, found = prompts[start : start + least * count], list[ScoredRow]()
+        part, rows = prompts[start : start + least * count], list[ScoredRow]()
         for name, variant in variants.items():
             workers.run(EpisodeWorker.use, variant)
-            found += rows_of(name, turns, list(episodes(turns, fleet, manager, part)))
+            rows += rows_of(name, turns, list(episodes(turns, fleet, manager, part)))
         for note in dict.fromkeys(note for noted in workers.run(EpisodeWorker.take_notes) for note in noted):
             if note not in logged:
                 logger.warning("%s", note)
                 logged.add(note)
-        yield found
+        yield rows
 
 
 def for_sampling(config: Config) -> Config:
@@ -179,15 +181,15 @@ def episodes(turns: Turns, fleet: LocalFleet, manager: RewardManager, prompts: S
         dispatch, hang_after = samplers.validate(batches), samplers.samplers.hang_after
         rollout = PendingRollout(manager, batches, dispatch, hang_after, held_out=True)
         scores = Scores()
-        for found in rollout.finish():
-            scores.add(found)
+        for table in rollout.finish():
+            scores.add(table)
         sampled = Sampled(scores, [pending.result() for pending in rollout.images])
         yield sampled
 
 
 def rows_of(variant: str, turns: Turns, sampled: Sequence[Sampled]) -> list[ScoredRow]:
     """Return a row per episode: the scores of its last turn, and as `turn_K/NAME` those of the turns before."""
-    found, numbers = list[ScoredRow](), turns.of_images
+    rows, numbers = list[ScoredRow](), turns.of_images
     pixels = [[image for part in turn.images for image in part.pixels] for turn in sampled]
     for i, sample in enumerate(sampled[-1].scores.samples):
         values, failure = sampled[-1].row(i)
@@ -202,5 +204,5 @@ def rows_of(variant: str, turns: Turns, sampled: Sequence[Sampled]) -> list[Scor
             shown.append(TurnImage(number, turns.parsed[number].role, request, thumbnail(images[i], WIDTH)))
         prompt, failure = replace(sample.prompt, turn=None), "; ".join(filter(None, failures))
         place = (prompt.id, prompt.text, sample.index, sample.seed, variant)
-        found.append(ScoredRow(*place, values, failure, shown[-1].picture, pictures_of(prompt), tuple(shown)))
-    return found
+        rows.append(ScoredRow(*place, values, failure, shown[-1].picture, pictures_of(prompt), tuple(shown)))
+    return rows

@@ -131,13 +131,13 @@ def check_episodes(config: Config, given: Mapping[str, Path]) -> None:
             )
     if not any(episodes.values()):
         return
-    first = next(path for path, found in episodes.items() if found)
+    first = next(path for path, is_episode in episodes.items() if is_episode)
     if not own.turns:
         raise ConfigError(
             f"lora={first}: its run has episodes, and this configuration has no episode.turns; use that of its run, "
             f"experiment=RUN/config.yaml, or lora={first}/lora for the LoRA of its own role"
         )
-    if other := next((path for path, found in episodes.items() if not found), None):
+    if other := next((path for path, is_episode in episodes.items() if not is_episode), None):
         raise ConfigError(
             f"lora={other}: it has no episodes, which {first} has; evaluate them one by one, or {first}/lora beside it"
         )
@@ -159,18 +159,18 @@ def roles_alone(config: Config, given: str) -> tuple[str, ...]:
         return trained if len(trained) > 1 else ()  # that of a single one is the checkpoint's
     if given == "none":
         return ()
-    found = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
-    if unknown := [name for name in found if name not in own.all_roles]:
+    roles = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
+    if unknown := [name for name in roles if name not in own.all_roles]:
         raise ConfigError(
             f"roles={given}: there is no role {unknown[0]!r}; use {', '.join(own.all_roles)}, or all or none"
         )
-    return found
+    return roles
 
 
 def variants_of(config: Config, loras: Mapping[str, Path], alone: Sequence[str]) -> dict[str, Variant]:
     """Return the variants of an evaluation of episodes by name: base, each checkpoint, and its roles `alone`."""
-    found = {BASE: Variant()}
+    variants = {BASE: Variant()}
     for name, path in loras.items():
-        found[name] = Variant(path, tuple(config.episode.all_roles))
-        found |= {f"{name}/{role}": Variant(path, (role,)) for role in alone}
-    return found
+        variants[name] = Variant(path, tuple(config.episode.all_roles))
+        variants |= {f"{name}/{role}": Variant(path, (role,)) for role in alone}
+    return variants

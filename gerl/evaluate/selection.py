@@ -47,10 +47,13 @@ def select(
     `prompts` is used for the choice and not reported. All are reported, with a remark, if a split is
     impossible, or if `whole` gives a reason against it.
     """
-    several = {name: found for name, run in runs.items() if len(found := comparable_checkpoints(run)) > 1}
+    several = {name: checkpoints for name, run in runs.items() if len(checkpoints := comparable_checkpoints(run)) > 1}
     kept, best = list(prompts), {}
     try:
-        stored = {name: {c.step: _validation(runs[name], c.step) for c in found} for name, found in several.items()}
+        stored = {
+            name: {c.step: _validation(runs[name], c.step) for c in checkpoints}
+            for name, checkpoints in several.items()
+        }
         seen = {text for own in stored.values() for validation in own.values() for text in validation.prompts}
         shared = list(dict.fromkeys(prompt.text for prompt in prompts if prompt.text in seen))
         if not shared:
@@ -62,14 +65,14 @@ def select(
         if whole is None:
             kept = [prompt for prompt in prompts if prompt.text not in aside]
             reported = {prompt.text for prompt in kept}
-            best = {name: _best(found, stored[name], reported) for name, found in several.items()}
+            best = {name: _best(checkpoints, stored[name], reported) for name, checkpoints in several.items()}
     except GerlError as error:
         whole = str(error)
     if whole is not None:
         remarks = [
-            f"{name}: its checkpoint was chosen among {len(found)} by its {_what(found)} on held-out prompts that are "
-            f"also reported here ({whole}): expect a smaller gain on new prompts."
-            for name, found in several.items()
+            f"{name}: its checkpoint was chosen among {len(checkpoints)} by its {_what(checkpoints)} on held-out "
+            f"prompts that are also reported here ({whole}): expect a smaller gain on new prompts."
+            for name, checkpoints in several.items()
         ]
         return Selection(dict(loras), list(prompts), remarks=tuple(remarks))
     files = {name: find_lora(str(checkpoint.path))[0] for name, (checkpoint, _) in best.items()}

@@ -306,25 +306,27 @@ def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
 def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) -> list[str]:
     """Describe the deviations of `config` from the suite, whose configuration is `plain`."""
     before, after = _prescribed(pinned.suite, plain), _prescribed(pinned.suite, config)
-    found = {text: text for text in pinned.suite.deviates}
+    sentences = {text: text for text in pinned.suite.deviates}
     if pinned.protocol is None and pinned.suite.protocols:
-        found["protocol"] = f"no protocol is published for {config.model.path}: size, steps and guidance are your own"
+        sentences["protocol"] = (
+            f"no protocol is published for {config.model.path}: size, steps and guidance are your own"
+        )
     elif pinned.chosen:
-        found["protocol"] = f"the protocol {pinned.protocol}, which is not published for {config.model.path}"
+        sentences["protocol"] = f"the protocol {pinned.protocol}, which is not published for {config.model.path}"
     for change in changes(before, after):
         free = pinned.protocol is None and not change.key.startswith(ALWAYS)
         if change.key.split(".")[0] in BLOCKS and not FREE.fullmatch(change.key) and not free:
             scorer = re.fullmatch(r"reward\.scorers\.(\w+)", change.key)
             what = "left out" if change.new is None else "added with a weight"
             key = f"{change.key}={shown(change.new)} (pinned: {shown(change.old)})"
-            found[change.key] = key if scorer is None else f"scorer {scorer[1]} {what}"
+            sentences[change.key] = key if scorer is None else f"scorer {scorer[1]} {what}"
     values = flat_settings(after)
     for key, value in pinned.keys.items():
         if values[key] != value:
-            found[key] = f"{key}={shown(values[key])} (pinned: {shown(value)})"
+            sentences[key] = f"{key}={shown(values[key])} (pinned: {shown(value)})"
     if images != pinned.images:
-        found["images"] = f"images={images} (pinned: {pinned.images})"
-    return list(found.values())
+        sentences["images"] = f"images={images} (pinned: {pinned.images})"
+    return list(sentences.values())
 
 
 def _prescribed(suite: Suite, config: Config) -> Settings:

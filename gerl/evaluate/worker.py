@@ -127,9 +127,9 @@ def sample(
         dispatch = RoundRobin(partial(submit, tasks), count, len(tasks))
         rollouts = PendingRollout(manager, [samples for _, samples in tasks], dispatch)
         scored = zip(tasks, rollouts.finish(), rollouts.images, strict=True)
-        found = [row for task, scores, done in scored for row in scored_rows(*task, scores, done.result())]
+        rows = [row for task, scores, done in scored for row in scored_rows(*task, scores, done.result())]
         for note in dict.fromkeys(note for noted in workers.run(EvaluationWorker.take_notes) for note in noted):
             if note not in logged:
                 logger.warning("%s", note)
                 logged.add(note)
-        yield found
+        yield rows

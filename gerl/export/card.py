@@ -121,9 +121,9 @@ def _licence_entry(path: str, hub_id: str | None) -> dict[str, str]:
         logger.warning("the licence of %s is unknown: its card cannot be read (%s)", path, reason(error))
     except (OSError, ValueError, yaml.YAMLError) as error:
         logger.warning("the licence of %s is unknown: its README.md cannot be read (%s)", path, reason(error))
-    found = {} if data is None else data.to_dict()
+    entries = {} if data is None else data.to_dict()
     names = ("license", "license_name", "license_link")
-    return {name: str(found[name]) for name in names if isinstance(found.get(name), str)}
+    return {name: str(entries[name]) for name in names if isinstance(entries.get(name), str)}
 
 
 HIDDEN = ("checkpoint", "cluster", "logger")  # blocks irrelevant for the LoRA
@@ -192,7 +192,7 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
         return {"rows": []}
     train, held_out = get(run.config, "data", "train"), get(run.config, "validation", "data")
     paths = [{source.path for source in _sources(given)} for given in (train, held_out)]
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "rows": [],
         "count": len(run.first.first_rows),
         "each": run.first.each,
@@ -202,7 +202,7 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
         "shared": _cell(", ".join(sorted(set.intersection(*paths)))),
     }
     if run.last is None:
-        return found
+        return entries
     columns = {"reward": (run.first.rewards, run.last.rewards)}
     columns |= {name: (values, run.last.by_scorer.get(name, [])) for name, values in run.first.by_scorer.items()}
     for name, (old, new) in columns.items():
@@ -213,8 +213,8 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
         gains = [b - a for a, b in pairs]
         error = standard_error(gains)
         change = f"{sum(gains) / len(gains):+z.3f}" + ("" if error is None else f" ± {error:.3f}")
-        found["rows"].append([name, *(f"{sum(side) / len(pairs):.3f}" for side in zip(*pairs, strict=True)), change])
-    return found | {"counts": BeforeAfter(run.first, run.last).counts}
+        entries["rows"].append([name, *(f"{sum(side) / len(pairs):.3f}" for side in zip(*pairs, strict=True)), change])
+    return entries | {"counts": BeforeAfter(run.first, run.last).counts}
 
 
 def _sources(given: Any) -> list[Source]:

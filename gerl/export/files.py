@@ -115,7 +115,7 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """Return the most frequent stored precision by component; `default`, for components without weights, is fp32."""
-    found = {"default": torch.float32}
+    dtypes = {"default": torch.float32}
     for component in (f for f in folder.iterdir() if f.is_dir()):
         stored: Counter[str] = Counter()
         # names with two dots are variants such as model.fp16.safetensors, which are not loaded
@@ -123,8 +123,8 @@ def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
             with safe_open(file, "pt") as tensors:
                 stored.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118
         if floats := [name for name, _ in stored.most_common() if name in FLOATS]:
-            found[component.name] = FLOATS[floats[0]]
-    return found
+            dtypes[component.name] = FLOATS[floats[0]]
+    return dtypes
 
 
 @contextlib.contextmanager

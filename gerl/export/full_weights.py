@@ -106,7 +106,7 @@ def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> dict[st
         "that of all weights",
         *(rank, 100 * kept / linear, 100 * linear / everything),
     )
-    return {name: Lora(found, float(rank)) for name, found in layers.items()}
+    return {name: Lora(halves, float(rank)) for name, halves in layers.items()}
 
 
 def low_rank_factors(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

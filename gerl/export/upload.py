@@ -43,18 +43,18 @@ def check_upload(repository: str, private: bool, overwrite: bool) -> None:
     api = HfApi()
     try:
         api.whoami()
-        found = api.model_info(repository, timeout=PATIENCE)
+        info = api.model_info(repository, timeout=PATIENCE)
     except RepositoryNotFoundError:
         return
     except (LocalTokenNotFoundError, HfHubHTTPError, OfflineModeIsEnabled, *UNREACHED) as error:
         raise ConfigError(_explain(repository, error)) from error
-    files = sorted({entry.rfilename for entry in found.siblings or []} - OWN)
+    files = sorted({entry.rfilename for entry in info.siblings or []} - OWN)
     if files and not overwrite:
         raise ConfigError(
             f"push={repository}: it already exists and has {len(files)} files, such as {files[0]}; choose another "
             "name, or add overwrite=true, which replaces those with the same name"
         )
-    if private and found.private is False:
+    if private and info.private is False:
         raise ConfigError(
             f"private=true: {repository} already exists and is public; choose another name, or make it private there"
         )

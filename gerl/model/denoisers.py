@@ -42,13 +42,13 @@ def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
                 f"{name} is wrapped by torch.compile: set pipe.{name} = pipe.{name}._orig_mod, and use model.compile "
                 f"(or pipe.{name}.compile(), which changes it in place)"
             )
-    found = denoisers_among(pipe.components)
-    if not found:
+    denoisers = denoisers_among(pipe.components)
+    if not denoisers:
         raise ModelError(
             f"{type(pipe).__name__} has no denoiser: none of its components {', '.join(pipe.components)} is a "
             "diffusers model with repeated blocks that is called with a timestep"
         )
-    return found
+    return denoisers
 
 
 def denoisers_among(components: Mapping[str, object]) -> dict[str, ModelMixin]:
@@ -58,8 +58,8 @@ def denoisers_among(components: Mapping[str, object]) -> dict[str, ModelMixin]:
         for name, component in components.items()
         if isinstance(component, ModelMixin) and not hasattr(component, "decode") and "controlnet" not in name
     }
-    found = {name: model for name, model in models.items() if _is_denoiser(model)}
-    return found or {name: models[name] for name in DENOISERS if name in models}
+    denoisers = {name: model for name, model in models.items() if _is_denoiser(model)}
+    return denoisers or {name: models[name] for name in DENOISERS if name in models}
 
 
 def _is_denoiser(model: torch.nn.Module) -> bool:
@@ -125,12 +125,12 @@ def _check_precision(pipe: DiffusionPipeline) -> None:
         names: dict[torch.dtype, list[str]] = {}
         for name, dtype in together.items():
             names.setdefault(dtype, []).append(name)
-        found = " and ".join(
+        dtypes = " and ".join(
             f"{', '.join(same)} in {str(dtype).removeprefix('torch.')}" for dtype, same in names.items()
         )
         wanted = half[0] if half else torch.float32
         raise ModelError(
-            f"the pipeline in memory has {found}, which cannot compute with each other: load it with "
+            f"the pipeline in memory has {dtypes}, which cannot compute with each other: load it with "
             f"{DTYPE}={wanted}, or call pipe.to({wanted})"
         )
 
@@ -205,23 +205,23 @@ MOVING = re.compile("offload|tracker|autocast|context_parallel")  # hooks that c
 
 def unstored(pipe: DiffusionPipeline) -> list[str]:
     """Describe what changes the results of `pipe` in memory, but is in no file that it saves."""
-    found = []
+    changed = []
     for name, part in pipe.components.items():
         if not isinstance(part, torch.nn.Module):
             continue
         modules = dict(part.named_modules())
         if any(getattr(m, "b1", None) is not None and getattr(m, "s1", None) is not None for m in modules.values()):
-            found.append(f"FreeU on {name}")
+            changed.append(f"FreeU on {name}")
         hooks = {
             h for m in modules.values() if (registry := getattr(m, "_diffusers_hook", None)) for h in registry.hooks
         }
-        found += [f"{hook} of {name}" for hook in sorted(hooks) if not MOVING.search(hook)]
+        changed += [f"{hook} of {name}" for hook in sorted(hooks) if not MOVING.search(hook)]
         processors = {type(p) for m in modules.values() if (p := getattr(m, "processor", None)) is not None}
         kinds = {type(m) for m in modules.values()} if _is_of_a_library(type(part)) else set[type]()
         own = sorted(kind.__name__ for kind in processors | kinds if not _is_of_a_library(kind))
-        found += [f"{kind} in {name}" for kind in own]
-        found += [f"another forward of {place or name}" for place, m in modules.items() if _is_patched(m)][:1]
-    return found
+        changed += [f"{kind} in {name}" for kind in own]
+        changed += [f"another forward of {place or name}" for place, m in modules.items() if _is_patched(m)][:1]
+    return changed
 
 
 def _is_of_a_library(kind: type) -> bool:

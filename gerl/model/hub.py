@@ -42,8 +42,8 @@ def cache_bytes() -> int:
     total = 0
     for name in (os.path.join(folder, file) for folder, _, files in os.walk(constants.HF_HUB_CACHE) for file in files):
         with contextlib.suppress(OSError):  # renamed in the meantime
-            found = os.lstat(name)
-            total += min(found.st_size, 512 * found.st_blocks) if hasattr(found, "st_blocks") else found.st_size
+            stat = os.lstat(name)
+            total += min(stat.st_size, 512 * stat.st_blocks) if hasattr(stat, "st_blocks") else stat.st_size
     return total
 
 

@@ -39,12 +39,12 @@ class LanguageModel:
         if getattr(tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": request}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            found = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+            tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         else:
-            found = tokenizer(request, return_tensors="pt").input_ids[0]
-        if not len(found):
+            tokens = tokenizer(request, return_tensors="pt").input_ids[0]
+        if not len(tokens):
             raise ModelError(f"the language model's tokenizer reads nothing in {request!r:.80}: change the request")
-        return found.to(self.model.device)
+        return tokens.to(self.model.device)
 
     @torch.no_grad()
     def sample(self, prompt: torch.Tensor, seeds: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,9 +54,9 @@ class LanguageModel:
         ended = torch.zeros(len(seeds), dtype=torch.bool)
         tokens, masks = list[torch.Tensor](), list[torch.Tensor]()
         while len(tokens) < self.limit and not ended.all():
-            found = self.model(inputs, past_key_values=cache, use_cache=True)
-            cache = found.past_key_values
-            odds = (found.logits[:, -1].float() / self.temperature).softmax(-1).cpu()
+            output = self.model(inputs, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            odds = (output.logits[:, -1].float() / self.temperature).softmax(-1).cpu()
             drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(odds, generators, strict=True)]
             new = torch.cat(drawn)
             masks.append(~ended)

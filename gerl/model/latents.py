@@ -53,8 +53,8 @@ class ImageLatents:
         inverse, (height, width) = self.inverses[shape], self.sizes[shape]
         images = [fitted(image, height, width) for _, image in named]
         pairs = zip([name for name, _ in named], images, strict=True)
-        found = [inverse.of(self._encoded(pipe, name, image, len(inverse.shape))) for name, image in pairs]
-        return torch.cat(found), np.stack(images)
+        latents = [inverse.of(self._encoded(pipe, name, image, len(inverse.shape))) for name, image in pairs]
+        return torch.cat(latents), np.stack(images)
 
     def _encoded(self, pipe: DiffusionPipeline, name: str, image: np.ndarray, dimensions: int) -> torch.Tensor:
         """Return z of an image, a reproducible sample of the VAE posterior."""

@@ -88,8 +88,8 @@ def read_pipeline(
         quantised = quantisation_config(config, folder, dtype, denoisers_among) if config is not None else None
         models: dict[str, torch.nn.Module] = {}
         if config is not None and unread is not None and quantised is None and not code:
-            models, found = unread_models(Path(folder), _to_divide(config, folder), dtype)
-            unread |= found
+            models, unread_parts = unread_models(Path(folder), _to_divide(config, folder), dtype)
+            unread |= unread_parts
         encoders = lazy_text_encoders(config, folder, dtype) if config is not None and late and not code else {}
         # only the class itself accepts its optional components, such as Wan's two denoisers
         kind = getattr(diffusers, index["_class_name"]) if models or encoders else DiffusionPipeline
@@ -397,18 +397,18 @@ def required_and_absent(pipe: DiffusionPipeline) -> list[str]:
 
 def component_arguments(pipe: DiffusionPipeline, config: ModelConfig) -> list[str]:
     """Return Python arguments of `from_pretrained` for components that are left out or replaced; DTYPE: a precision."""
-    absent, parts, found = required_and_absent(pipe), with_tokenizers(config.parts), []
+    absent, parts, arguments = required_and_absent(pipe), with_tokenizers(config.parts), []
     for name, component in pipe.components.items():
         if component is None and (name in parts or name in absent):
-            found.append(f"{name}=None")
+            arguments.append(f"{name}=None")
         elif (source := parts.get(name)) is not None:
             folder, kind = part_folder(name, source), type(component)
             place = repr(str(folder)) if Path(source).expanduser().exists() else repr(source)
             inside = f", subfolder={name!r}" if folder.name == name and not Path(source).expanduser().exists() else ""
             dtype = f", {DTYPE}=torch.DTYPE" if isinstance(component, torch.nn.Module) else ""
             library = kind.__module__.partition(".")[0]
-            found.append(f"{name}={library}.{kind.__name__}.from_pretrained({place}{inside}{dtype})")
-    return found
+            arguments.append(f"{name}={library}.{kind.__name__}.from_pretrained({place}{inside}{dtype})")
+    return arguments
 
 
 def replaced_scheduler(pipe: DiffusionPipeline, config: ModelConfig) -> str | None:
@@ -454,10 +454,10 @@ def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: S
                 raise ModelError(f"{NAME}: {error}") from None
         if teacher.path is not None:
             try:
-                found = _found(teacher.path)[1]
+                class_name = _found(teacher.path)[1]
             except ModelError as error:
                 raise ModelError(in_teachers(str(error), f"path={teacher.path!r}")) from None
-            _check_class(teacher.path, found, own)
+            _check_class(teacher.path, class_name, own)
     if any(teacher.lora is not None for teacher in teachers) and folder is not None:
         models = skeletons(folder)
         if models is not None:  # otherwise only its custom code can build them
@@ -473,10 +473,10 @@ def _found(path: str, parts: Parts = NO_PARTS) -> tuple[str | None, str | None]:
     return folder, name if isinstance(name, str) else None
 
 
-def _check_class(path: str, found: str | None, expected: str | None) -> None:
-    if found != expected and None not in (found, expected):
+def _check_class(path: str, class_name: str | None, expected: str | None) -> None:
+    if class_name != expected and None not in (class_name, expected):
         raise ModelError(
-            f"{NAME}: path={path!r} is a {found}, and the student a {expected}: a teacher takes the student's "
+            f"{NAME}: path={path!r} is a {class_name}, and the student a {expected}: a teacher takes the student's "
             "steps, so use one of the same class with the same latents"
         )
 
@@ -502,9 +502,9 @@ def load_teacher(
     except ModelError as error:
         raise ModelError(in_teachers(str(error), f"path={path!r}")) from None
     _check_class(path, type(pipe).__name__, type(student).__name__)
-    found, expected = pipe.scheduler, student.scheduler
+    scheduler, expected = pipe.scheduler, student.scheduler
     for name in ("prediction_type", "sigma_data"):
-        values = found.config.get(name), expected.config.get(name)
+        values = scheduler.config.get(name), expected.config.get(name)
         if values[0] != values[1]:
             raise ModelError(
                 f"{NAME}: path={path!r} has a scheduler with {name}={values[0]}, and the student's has "

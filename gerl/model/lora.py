@@ -74,21 +74,21 @@ def targets_of(denoisers: Mapping[str, torch.nn.Module], pattern: str | None) ->
     try:
         if pattern is None:
             usual = {name: set(default_targets(denoiser)) for name, denoiser in denoisers.items()}
-            found = {name: [layer for layer in linear[name] if layer in usual[name]] for name in linear}
+            matched = {name: [layer for layer in linear[name] if layer in usual[name]] for name in linear}
         else:
-            found = {n: [layer for layer in own if re.search(pattern, f"{n}.{layer}")] for n, own in linear.items()}
-            if not any(found.values()):
-                found = {n: [layer for layer in own if re.search(pattern, layer)] for n, own in linear.items()}
+            matched = {n: [layer for layer in own if re.search(pattern, f"{n}.{layer}")] for n, own in linear.items()}
+            if not any(matched.values()):
+                matched = {n: [layer for layer in own if re.search(pattern, layer)] for n, own in linear.items()}
     except re.error as error:
         raise ModelError(f"model.lora_targets={pattern!r} is not a valid regular expression: {error}") from None
-    if not any(found.values()):
+    if not any(matched.values()):
         names = [f"{name}.{layer}" for name, own in linear.items() for layer in own]
         kinds = " and ".join(type(denoiser).__name__ for denoiser in denoisers.values())
         raise ModelError(
             f"model.lora_targets={pattern!r} matches none of the {len(names)} linear layers of {kinds}; their names "
             f"look like {', '.join(names[:3])}"
         )
-    return {name: layers for name, layers in found.items() if layers}
+    return {name: layers for name, layers in matched.items() if layers}
 
 
 def bare_model(kind: type[ModelMixin], config: Mapping[str, Any]) -> ModelMixin:

@@ -99,12 +99,12 @@ def paired(tensors: Mapping[str, torch.Tensor]) -> Pairs:
         if match is None or value.ndim != 2:
             raise ModelError(f"its {name} {list(value.shape)} is not a matrix of a LoRA of a linear layer")
         halves.setdefault((match["denoiser"], match["layer"]), {})[match["half"]] = value
-    found: Pairs = {}
+    pairs: Pairs = {}
     for (denoiser, layer), pair in halves.items():
         if set(pair) != {"A", "B"}:
             raise ModelError(f"{denoiser}.{layer} has only its matrix {', '.join(pair)}")
-        found.setdefault(denoiser, {})[layer] = pair["A"], pair["B"]
-    return found
+        pairs.setdefault(denoiser, {})[layer] = pair["A"], pair["B"]
+    return pairs
 
 
 def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str, Lora]:
@@ -212,17 +212,17 @@ def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
 
     Those of text encoders are read too if they are among the `denoisers`.
     """
-    found: dict[str, Layers] = {}
+    by_denoiser: dict[str, Layers] = {}
     for file in files_of(path):
         for name, layers in _read(file, denoisers).items():
             if name not in denoisers:
                 raise ModelError(f"{file} has a LoRA of {name}, and gerl trains {' and '.join(denoisers)}")
-            if name in found:
+            if name in by_denoiser:
                 raise ModelError(f"{path} has two LoRAs of {name}: give one of the files")
-            found[name] = layers
-    if not any(found.values()):
+            by_denoiser[name] = layers
+    if not any(by_denoiser.values()):
         raise ModelError(f"{path} has no LoRA: give {KINDS}")
-    return found
+    return by_denoiser
 
 
 def files_of(path: Path) -> list[Path]:
@@ -253,9 +253,9 @@ def _read(file: Path, models: Denoisers) -> dict[str, Layers]:
         names, configs = {key.partition(".")[0] for key in tensors}, _configs(header, tensors)
         if names <= models.keys() and all(KEY.fullmatch(key) for key in tensors):
             return {name: _renamed(layers, models[name]) for name, layers in _of_peft(tensors, configs).items()}
-        found = named_halves(tensors, models, file.stem)
-        if found is not None and not any(configs.values()):
-            return found
+        halves = named_halves(tensors, models, file.stem)
+        if halves is not None and not any(configs.values()):
+            return halves
         name = _denoiser_of(file.stem, denoisers)
         return _of_peft(*convert(tensors, denoisers[name], name))
     except ModelError as error:
@@ -287,13 +287,13 @@ def _peft_config(file: Path) -> dict[str, Any]:
 
 def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Layers]:
     """Return the layers of tensors `DENOISER.LAYER.lora_A.weight`; `configs`: of PEFT, with alpha and its pattern."""
-    found: dict[str, Layers] = {}
+    by_denoiser: dict[str, Layers] = {}
     for name, layers in paired(tensors).items():
         for layer, (a, b) in layers.items():
             check_pair(f"{name}.{layer}", a, b)
         config = configs.get(name, {})
-        found[name] = {layer: Halves(a, b, _scale(config, layer, len(a))) for layer, (a, b) in layers.items()}
-    return found
+        by_denoiser[name] = {layer: Halves(a, b, _scale(config, layer, len(a))) for layer, (a, b) in layers.items()}
+    return by_denoiser
 
 
 def check_pair(layer: str, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -400,7 +400,7 @@ def named_halves(tensors: Mapping[str, torch.Tensor], models: Denoisers, stem: s
         component, layer = _component_of(match["layer"], models, stem)
         value = value.flatten(1) if value.shape[2:] == (1, 1) else value
         files.setdefault(component, {}).setdefault(layer, {})[{"down": "A", "up": "B"}.get(half, half)] = value
-    found: dict[str, Layers] = {}
+    by_component: dict[str, Layers] = {}
     for component, layers in files.items():
         known = _layer_names(models[component])
         if component.startswith(TEXT_ENCODER) and (unknown := sorted(layers.keys() - known.keys())):
@@ -408,8 +408,8 @@ def named_halves(tensors: Mapping[str, torch.Tensor], models: Denoisers, stem: s
         if not layers.keys() <= known.keys() or any(t.ndim > 2 for pair in layers.values() for t in pair.values()):
             return None
         halves = [_halves_of(layer, pair, known[layer], models[component]) for layer, pair in layers.items()]
-        found[component] = {layer: value for part in halves for layer, value in part.items()}
-    return found
+        by_component[component] = {layer: value for part in halves for layer, value in part.items()}
+    return by_component
 
 
 def _with_unet_names(tensors: Mapping[str, torch.Tensor], models: Denoisers) -> Mapping[str, torch.Tensor]:
@@ -460,10 +460,10 @@ def _renamed(layers: Layers, model: torch.nn.Module) -> Layers:
 
 def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> dict[str, Halves]:
     """Return the LoRA of each layer in a file of `kohya_file`, exactly. Raises `ModelError` for other tensors."""
-    found = named_halves(tensors, {"denoiser": denoiser}, "denoiser")
-    if found is None:
+    by_component = named_halves(tensors, {"denoiser": denoiser}, "denoiser")
+    if by_component is None:
         raise ModelError(f"it is not a LoRA of linear layers of {type(denoiser).__name__} only")
-    return dict(found["denoiser"])
+    return dict(by_component["denoiser"])
 
 
 def _halves_of(
@@ -482,16 +482,16 @@ def _halves_of(
             "was trained on"
         )
     original = name not in {_underscored(part) for part in parts}
-    found: dict[str, Halves] = {}
+    halves: dict[str, Halves] = {}
     for part, block in zip(parts, up.split(rows), strict=True):
         own = _halves_swapped(block, part, model) if original else block
         used = own.any(0).nonzero().flatten()
         if len(parts) == 1:
-            found[part] = Halves(down, own, scale)
+            halves[part] = Halves(down, own, scale)
         elif len(used):
             columns = slice(int(used[0]), int(used[-1]) + 1)
-            found[part] = Halves(down[columns], own[:, columns], scale)
-    return found
+            halves[part] = Halves(down[columns], own[:, columns], scale)
+    return halves
 
 
 def _halves_swapped(up: torch.Tensor, layer: str, denoiser: torch.nn.Module) -> torch.Tensor:
@@ -623,9 +623,9 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
     unet = {"unet_config": denoiser.config} if "StableDiffusion" in reader.__name__ else {}
     try:
         read = reader.lora_state_dict(dict(tensors), return_lora_metadata=True, **unet)
-        found, alphas = read[0], read[1] if len(read) == 3 else None
-        if not all("lora_A" in key or "lora_B" in key for key in found):
-            found = convert_unet_state_dict_to_peft(found)
+        converted, alphas = read[0], read[1] if len(read) == 3 else None
+        if not all("lora_A" in key or "lora_B" in key for key in converted):
+            converted = convert_unet_state_dict_to_peft(converted)
     except (ValueError, KeyError, RuntimeError, IndexError, TypeError, AttributeError, AssertionError) as error:
         logger.debug("diffusers: %s", first_line(error))
         known, layers = _layer_names(denoiser), [m["layer"] for key in tensors if (m := MATRIX.fullmatch(key))]
@@ -633,18 +633,18 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
         other = next((n for n in layers if _underscored(n.removeprefix(prefix)) not in known), next(iter(tensors)))
         family = type(denoiser).__name__
         raise ModelError(f"its {other} is no layer of {family}: use the model it was trained on") from None
-    if other := next((key for key in found if key.partition(".")[0] != name), None):
+    if other := next((key for key in converted if key.partition(".")[0] != name), None):
         if component := COMPONENT.match(other):
             raise ModelError(f"it has a LoRA of {component[0]}, and gerl trains {name}: use a file of {name} alone")
         raise ModelError(f"its {other:.100} is no layer of {type(denoiser).__name__}: use the model it was trained on")
     config = _alphas(alphas or {}, name)
-    before, after = _squared_norm(tensors, {}), _squared_norm(found, config.get("alpha_pattern", {}))
+    before, after = _squared_norm(tensors, {}), _squared_norm(converted, config.get("alpha_pattern", {}))
     if not abs(after - before) <= 1e-3 * before:
         raise ModelError(
             f"diffusers reads its layers or alphas for {type(denoiser).__name__} only in part: use the model it was "
             "trained on, or save it with pipe.save_lora_weights"
         )
-    return found, {name: config}
+    return converted, {name: config}
 
 
 def _reader(denoiser: torch.nn.Module) -> type[Any] | None:

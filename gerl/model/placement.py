@@ -84,9 +84,9 @@ Home = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
 def homes_of(component: torch.nn.Module) -> list[Home]:
     """Return the tensors of a component, with their places and values; [] if it is quantised, by special classes."""
     places: list[dict[str, Any]] = [p for m in component.modules() for p in (m._parameters, m._buffers)]
-    found = [(place, name, t, t.data) for place in places for name, t in place.items() if t is not None]
-    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for _, _, tensor, _ in found)
-    return found if plain else []
+    homes = [(place, name, t, t.data) for place in places for name, t in place.items() if t is not None]
+    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for _, _, tensor, _ in homes)
+    return homes if plain else []
 
 
 class OffloadedBlocks:
@@ -346,12 +346,12 @@ def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
         return [output, *torch.autograd.grad(output, inputs, values[3])]
 
     try:
-        found, expected = computed(name), computed("native")
+        outputs, expected = computed(name), computed("native")
     except (RuntimeError, ValueError, TypeError, ImportError, AttributeError, OSError) as error:
         raise ConfigError(
             f"{given} does not work here, or has no gradient ({first_line(error)}): use another, or null for torch's"
         ) from None
-    if any((a - b).float().norm() > CLOSE * b.float().norm() for a, b in zip(found, expected, strict=True)):
+    if any((a - b).float().norm() > CLOSE * b.float().norm() for a, b in zip(outputs, expected, strict=True)):
         raise ConfigError(f"{given} differs numerically from torch's own attention: use another, or null")
 
 
@@ -417,12 +417,12 @@ class LazyTextEncoder(torch.nn.Module):
 def encoder_skeletons(folder: str) -> dict[str, torch.nn.Module]:
     """Return the text encoders of the pipeline in `folder` without weights, on the meta device."""
     index = DiffusionPipeline.load_config(folder)
-    found: dict[str, torch.nn.Module] = {}
+    skeletons: dict[str, torch.nn.Module] = {}
     for name in (name for name in text_encoders(folder) if name.startswith("text_encoder")):
         kind = getattr(transformers, index[name][1])
         with accelerate.init_empty_weights():
-            found[name] = kind(kind.config_class.from_pretrained(Path(folder) / name))
-    return found
+            skeletons[name] = kind(kind.config_class.from_pretrained(Path(folder) / name))
+    return skeletons
 
 
 def lazy_text_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> dict[str, LazyTextEncoder]:

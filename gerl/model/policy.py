@@ -217,13 +217,13 @@ def chosen(train: str, denoisers: Modules) -> list[str]:
     """Return the names `denoiser.parameter` of the weights in `model.train`. Raises `ModelError` if there are none."""
     named = [(f"{name}.{key}", p) for name, model in denoisers.items() for key, p in model.named_parameters()]
     names = [name for name, p in named if p.is_floating_point()]
-    found = [name for name in names if train == "full" or re.search(train, name)]
-    if not found:
+    matched = [name for name in names if train == "full" or re.search(train, name)]
+    if not matched:
         raise ModelError(
             f"model.train={train!r} matches none of the {len(names)} weights of {' and '.join(denoisers)}, whose "
             f"names look like {', '.join(names[:3])}: use lora, full, or a regular expression that does"
         )
-    return found
+    return matched
 
 
 def parameters_of(denoisers: Modules, names: Iterable[str]) -> dict[str, torch.nn.Parameter]:
@@ -322,13 +322,13 @@ class Gathered:
 def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the outermost modules of `denoiser` that diffusers always loads in fp32."""
     names = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())
-    found: list[torch.nn.Module] = []
+    modules: list[torch.nn.Module] = []
     inside: set[int] = set()
     for name, module in denoiser.named_modules():
         if names & {name.rpartition(".")[2]} and id(module) not in inside and any(True for _ in module.parameters()):
-            found.append(module)
+            modules.append(module)
             inside |= {id(part) for part in module.modules()}
-    return found
+    return modules
 
 
 def class_of(denoiser: torch.nn.Module) -> type[torch.nn.Module]:
@@ -366,7 +366,7 @@ class WeightVariants:
 
 
 def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
-    found: Values = []
+    differing: Values = []
     for name, folder in models.items():
         model = pipe.components.get(name)
         if not isinstance(model, ModelMixin):
@@ -380,8 +380,8 @@ def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
         fits = own.keys() == given.keys() and all(own[key].shape == value.shape for key, value in given.items())
         if not fits:
             raise ModelError(f"{folder} has weights of another model than {name} of the pipeline: use matching ones")
-        found += [(own[key], value) for key, value in given.items() if not torch.equal(own[key].cpu(), value)]
-    return found
+        differing += [(own[key], value) for key, value in given.items() if not torch.equal(own[key].cpu(), value)]
+    return differing
 
 
 # --- Several LoRAs on one pipeline, at most one of which is active at a time

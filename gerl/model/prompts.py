@@ -187,12 +187,12 @@ class PromptCache:
         whole = partial(method, *args, **kwargs)
 
         def single(text: str) -> Tree:
-            found = self.find(f"{kind} {text}")
-            if found is None:
+            answer = self.find(f"{kind} {text}")
+            if answer is None:
                 said = method(**rest, **json.loads(text))  # fresh lists: some methods modify their arguments
-                found = tree_map(lambda v: v.detach().cpu() if torch.is_tensor(v) else v, said)
-                self.keep(f"{kind} {text}", found)
-            return tree_map(lambda v: v.to(device) if torch.is_tensor(v) else v, found)
+                answer = tree_map(lambda v: v.detach().cpu() if torch.is_tensor(v) else v, said)
+                self.keep(f"{kind} {text}", answer)
+            return tree_map(lambda v: v.to(device) if torch.is_tensor(v) else v, answer)
 
         texts = [json.dumps(row, sort_keys=True) for row in rows]
         known = {text: single(text) for text in dict.fromkeys(texts)}
@@ -220,10 +220,10 @@ class PromptCache:
         if key in self.answers:
             self.answers.move_to_end(key)
             return self.answers[key]
-        found = None if self.folder is None else read_answer(self.folder, key)
-        if found is not None:
-            self._remember(key, found)
-        return found
+        answer = None if self.folder is None else read_answer(self.folder, key)
+        if answer is not None:
+            self._remember(key, answer)
+        return answer
 
     def keep(self, key: str, answer: Tree) -> None:
         """Cache an encoding on the CPU under `key`, evicting the least recently used ones."""
@@ -447,11 +447,11 @@ def readings(
     pipe: DiffusionPipeline, run: Callable[[], object], call: Mapping[str, object], denoisers: Sequence[torch.nn.Module]
 ) -> list[Reading]:
     """Record how tokenizers read the prompt `PROBE` in `run`, which calls `pipe` with it; `call`: other arguments."""
-    tokenizers = {id(found): name for name, found in _tokenizers(pipe).items()}
+    tokenizers = {id(readings_read): name for name, readings_read in _tokenizers(pipe).items()}
     parameters = inspect.signature(type(pipe).__call__).parameters
     default = parameters["max_sequence_length"].default if "max_sequence_length" in parameters else None
     longest = call.get("max_sequence_length", default)
-    found: list[Reading] = []
+    readings_read: list[Reading] = []
 
     def note(tokenizer: PreTrainedTokenizerBase, text: object, given: Mapping[str, Any]) -> None:
         texts = [text] if isinstance(text, str) else text
@@ -460,7 +460,7 @@ def readings(
                 before, after = one.split(PROBE)
                 cuts = given.get("truncation") not in (None, False, "do_not_truncate")
                 most = (given.get("max_length") or tokenizer.model_max_length) if cuts else None
-                found.append(Reading(tokenizers[id(tokenizer)], before, after, most))
+                readings_read.append(Reading(tokenizers[id(tokenizer)], before, after, most))
 
     def reached(*_: object) -> None:
         raise _Reached
@@ -473,8 +473,8 @@ def readings(
         for hook in hooks:
             hook.remove()
     # some pipelines tokenize again without limit, to warn about truncation
-    limited = {r.tokenizer for r in found if r.most is not None}
-    kept = [r for r in dict.fromkeys(found) if r.most is not None or r.tokenizer not in limited]
+    limited = {r.tokenizer for r in readings_read if r.most is not None}
+    kept = [r for r in dict.fromkeys(readings_read) if r.most is not None or r.tokenizer not in limited]
     if not isinstance(longest, int) or any(r.most == longest for r in kept):
         return kept
     for i, r in enumerate(kept):  # tokenizers do not get the limit: the pipeline truncates later, from the prompt on
@@ -483,10 +483,10 @@ def readings(
     return kept
 
 
-def cut_prompts(pipe: DiffusionPipeline, found: Sequence[Reading], prompts: Sequence[str]) -> CutPrompts:
+def cut_prompts(pipe: DiffusionPipeline, read: Sequence[Reading], prompts: Sequence[str]) -> CutPrompts:
     """Return the indices of the `prompts` that the tokenizers truncate."""
     by_tokenizer: dict[str, tuple[int, list[int]]] = {}
-    for reading in found:
+    for reading in read:
         if reading.most is None:
             by_tokenizer.setdefault(reading.tokenizer, (0, []))
             continue
@@ -503,14 +503,14 @@ def cut_prompts(pipe: DiffusionPipeline, found: Sequence[Reading], prompts: Sequ
 
 def kept_readings(folder: Path | None) -> list[Reading] | None:
     """Return the readings written by `keep_readings`; None if missing or unreadable."""
-    found: Any = None if folder is None else read_answer(folder, "readings")
-    return None if found is None else [Reading(*values) for values in found]
+    stored: Any = None if folder is None else read_answer(folder, "readings")
+    return None if stored is None else [Reading(*values) for values in stored]
 
 
-def keep_readings(folder: Path | None, found: Sequence[Reading]) -> None:
+def keep_readings(folder: Path | None, known: Sequence[Reading]) -> None:
     """Store readings beside the encoded prompts of `data.cache`, so that text encoders need not be loaded."""
     if folder is not None:
-        write_answer(folder, "readings", [astuple(reading) for reading in found])
+        write_answer(folder, "readings", [astuple(reading) for reading in known])
 
 
 def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:
@@ -518,11 +518,11 @@ def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:
     from transformers import PreTrainedTokenizerBase  # imported lazily, as diffusers
 
     parts = {name: getattr(part, "tokenizer", part) for name, part in pipe.components.items()}
-    found: dict[str, PreTrainedTokenizerBase] = {}
+    tokenizers: dict[str, PreTrainedTokenizerBase] = {}
     for name, part in parts.items():
-        if isinstance(part, PreTrainedTokenizerBase) and all(part is not other for other in found.values()):
-            found[name] = part
-    return found
+        if isinstance(part, PreTrainedTokenizerBase) and all(part is not other for other in tokenizers.values()):
+            tokenizers[name] = part
+    return tokenizers
 
 
 def _token_lengths(tokenizer: PreTrainedTokenizerBase, reading: Reading, prompts: Sequence[str]) -> list[int]:

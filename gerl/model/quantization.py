@@ -32,8 +32,8 @@ def check_quantisation(config: ModelConfig, device: str) -> None:
         if kind == "none":
             continue
         package = PACKAGES[kind]
-        found = importlib.util.find_spec(package) and importlib.metadata.version(package)
-        if not found or tuple(int(n) for n in found.split(".")[:2]) < OLDEST[package]:
+        version = importlib.util.find_spec(package) and importlib.metadata.version(package)
+        if not version or tuple(int(n) for n in version.split(".")[:2]) < OLDEST[package]:
             oldest = ".".join(map(str, OLDEST[package]))
             raise ConfigError(
                 f"{key}={kind} needs the package {package}, {oldest} or newer: pip install 'gerl[{EXTRAS[package]}]', "
@@ -63,8 +63,8 @@ def quantisation_config(
         )
     mapping: dict[str, object] = {}
     if config.quantize != "none":
-        found = denoisers_among(models)
-        mapping |= {n: _quantised(config.quantize, diffusers, dtype, outer_layers(m)) for n, m in found.items()}
+        denoisers = denoisers_among(models)
+        mapping |= {n: _quantised(config.quantize, diffusers, dtype, outer_layers(m)) for n, m in denoisers.items()}
     if config.quantize_encoders != "none":
         encoders = text_encoders(folder)
         if not encoders:

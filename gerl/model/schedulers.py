@@ -295,12 +295,12 @@ def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
     for kind in (theirs, ours):
         kind.set_timesteps(SHOWN)
     # higher-order solvers evaluate some timesteps twice
-    own, found = (list(dict.fromkeys(round(float(t)) for t in kind.timesteps)) for kind in (theirs, ours))
-    if len(own) != len(found) or any(abs(a - b) > 1 for a, b in zip(own, found, strict=True)):
+    own, actual = (list(dict.fromkeys(round(float(t)) for t in kind.timesteps)) for kind in (theirs, ours))
+    if len(own) != len(actual) or any(abs(a - b) > 1 for a, b in zip(own, actual, strict=True)):
         logger.warning(
             "in %d steps %s samples at the timesteps %s, and DDIMScheduler at %s: images differ from those of the "
             "plain pipeline; set a DDIMScheduler there to get the same ones",
-            SHOWN, type(scheduler).__name__, " ".join(map(str, own)), " ".join(map(str, found)),
+            SHOWN, type(scheduler).__name__, " ".join(map(str, own)), " ".join(map(str, actual)),
         )  # fmt: skip
 
 
@@ -324,8 +324,8 @@ def few_steps(path: str, scheduler: str) -> str | None:
     """Return why the pipeline of `path` counts as a few-step model, or None; `scheduler`: its original class."""
     if scheduler in SCHEDULERS:
         return f"it comes with {scheduler}"
-    found = NAMES.search(re.split(r"[/\\]", path.rstrip("/\\"))[-1].replace("_", "-"))
-    return f"its name has {found[0]!r}" if found else None
+    match = NAMES.search(re.split(r"[/\\]", path.rstrip("/\\"))[-1].replace("_", "-"))
+    return f"its name has {match[0]!r}" if match else None
 
 
 def distilled_warnings(config: Config, scheduler: str) -> list[str]:

@@ -90,11 +90,11 @@ def unread_models(folder: Path, names: list[str], dtype: torch.dtype) -> tuple[d
         try:
             if (kind := component_class(index[name])) is None:
                 raise _NotLazy(f"its class {'.'.join(index[name])} is not from diffusers or transformers")
-            models[name], found = _model(kind, folder / name, dtype)
+            models[name], left_out = _model(kind, folder / name, dtype)
         except _NotLazy as reason:
             logger.info("every rank reads all of %s before keeping its shard: %s", name, reason)
         else:
-            unread |= found
+            unread |= left_out
     return models, unread
 
 
@@ -129,7 +129,7 @@ def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.
 
 def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
     """Replace meta parameters, for which peft would make a meta LoRA, by ones without memory on the CPU."""
-    found: Unread = {}
+    placeholders: Unread = {}
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -139,9 +139,9 @@ def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
                 stored = unread[parameter]
                 values = torch.zeros((), dtype=stored.dtype).expand(parameter.shape)
                 made[parameter] = torch.nn.Parameter(values, requires_grad=False)
-                found[made[parameter]] = stored
+                placeholders[made[parameter]] = stored
             module._parameters[name] = made[parameter]
-    return found
+    return placeholders
 
 
 def _files(folder: Path, name: str) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
@@ -284,21 +284,21 @@ def blocks_to_gather(model: torch.nn.Module, what: str, remedy: str) -> list[tor
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the entries with weights of the outermost module lists in `model`, in order."""
-    found: list[torch.nn.Module] = []
+    blocks: list[torch.nn.Module] = []
     lists: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists.append(name)
-            found += [entry for entry in module if next(entry.parameters(), None) is not None]
-    return found
+            blocks += [entry for entry in module if next(entry.parameters(), None) is not None]
+    return blocks
 
 
 def layers(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the linear and embedding layers of `model` outside `blocks` whose weight no other layer shares."""
     inside = {module for block in blocks for module in block.modules()}
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    found = [module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
-    return [module for module in found if module not in inside and uses[id(module.weight)] == 1]
+    weighted = [module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
+    return [module for module in weighted if module not in inside and uses[id(module.weight)] == 1]
 
 
 # --- Context parallelism: ranks compute a denoiser call together, each a slice of the tokens.

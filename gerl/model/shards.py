@@ -104,10 +104,10 @@ class Shards:
             if name not in self._known:
                 raise CheckpointError(f"{self.folder} has no tensor {name}")
             wanted = ChunkStorageMetadata(torch.Size(part.offset), part.values.size())
-            found = create_read_items_for_chunk_list(name, self._known[name], [wanted])
-            if sum(item.lengths.numel() for item in found) != part.values.numel():
+            reads = create_read_items_for_chunk_list(name, self._known[name], [wanted])
+            if sum(item.lengths.numel() for item in reads) != part.values.numel():
                 raise CheckpointError(f"{self.folder} has only a part of {name}")
-            items += found
+            items += reads
         self._reader.read_data(LoadPlan(items), _Reading(parts)).wait()
 
     def whole(self, name: str) -> torch.Tensor:

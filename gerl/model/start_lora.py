@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 def read_fitting(source: str, denoisers: Denoisers, merged: bool = False) -> dict[str, Layers]:
     """Read the LoRA `source`, a file, folder or Hub id, by denoiser. Raises `ModelError` if it does not fit."""
-    found = read_layers(local_lora(source) or fetch_lora(source), denoisers)
-    for name, layers in found.items():
+    by_denoiser = read_layers(local_lora(source) or fetch_lora(source), denoisers)
+    for name, layers in by_denoiser.items():
         check_fit(layers, denoisers[name], name)
         if not merged and (other := sorted(layers.keys() & pointwise_layers(denoisers[name]).keys())):
             raise ModelError(
                 f"it has a LoRA of convolutions, such as {other[0]}, which can be merged but not trained: use "
                 "model.merge_lora=true, or a file without them"
             )
-    return found
+    return by_denoiser
 
 
 def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
@@ -39,15 +39,15 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
     """
     assert config.lora is not None
     try:
-        found = read_fitting(config.lora, denoisers, config.merge_lora)
+        by_denoiser = read_fitting(config.lora, denoisers, config.merge_lora)
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith("model.lora=") else f"model.lora={config.lora!r}: {text}") from None
     if not config.merge_lora:
         targets = targets_of(denoisers, config.lora_targets)
-        for name, layers in found.items():
+        for name, layers in by_denoiser.items():
             _check_keys(config, layers, targets.get(name, []))
-    return found
+    return by_denoiser
 
 
 def _check_keys(config: ModelConfig, layers: Layers, targets: Sequence[str]) -> None:

@@ -30,15 +30,15 @@ class TeacherModel:
 
 def read_teachers(teachers: Sequence[Teacher], denoisers: Denoisers) -> dict[str, dict[str, Layers]]:
     """Read LoRAs among `teachers`, by source and denoiser (or skeleton). Raises `ModelError` if one does not fit."""
-    found: dict[str, dict[str, Layers]] = {}
+    loras: dict[str, dict[str, Layers]] = {}
     for source in (teacher.lora for teacher in teachers):
-        if source is None or source in found:
+        if source is None or source in loras:
             continue
         try:
-            found[source] = read_fitting(source, denoisers)
+            loras[source] = read_fitting(source, denoisers)
         except ModelError as error:
             raise ModelError(in_teachers(str(error), f"lora={source!r}")) from None
-    return found
+    return loras
 
 
 def in_teachers(text: str, given: str) -> str:
@@ -96,10 +96,10 @@ def add_fake(denoisers: Mapping[str, ModelMixin], scale: float, device: str, see
             inject_adapter_in_model(config, denoiser, FAKE)
     for layer in adapted_layers(denoisers.values()):
         layer.set_adapter([ADAPTER])
-    found = fake_parameters(denoisers)
-    for p in found.values():
+    parameters = fake_parameters(denoisers)
+    for p in parameters.values():
         p.data = p.data.to(device, torch.float32)
-    return found
+    return parameters
 
 
 def fake_parameters(denoisers: Mapping[str, torch.nn.Module]) -> Parameters:

@@ -76,8 +76,8 @@ def capacity(device: str) -> int | None:
 
 
 def _kilobytes(path: Path, key: str) -> int | None:
-    found = re.search(rf"^{key}:\s*(\d+)", _read(path), re.MULTILINE)
-    return 1024 * int(found[1]) if found else None
+    match = re.search(rf"^{key}:\s*(\d+)", _read(path), re.MULTILINE)
+    return 1024 * int(match[1]) if match else None
 
 
 def _read(path: Path) -> str:
@@ -232,8 +232,8 @@ class Component:
 
 def components(parts: Mapping[str, object], lora: Mapping[str, torch.nn.Parameter]) -> list[Component]:
     """Return the networks among `parts` of a pipeline, largest first; keys of `lora` are `component.parameter`."""
-    found = [_component(n, part, _of(n, lora)) for n, part in parts.items() if isinstance(part, torch.nn.Module)]
-    return sorted(found, key=lambda component: -component.parameters)
+    listed = [_component(n, part, _of(n, lora)) for n, part in parts.items() if isinstance(part, torch.nn.Module)]
+    return sorted(listed, key=lambda component: -component.parameters)
 
 
 def _component(name: str, network: torch.nn.Module, lora: Mapping[str, torch.nn.Parameter]) -> Component:
@@ -257,8 +257,8 @@ def _component(name: str, network: torch.nn.Module, lora: Mapping[str, torch.nn.
 
 def count_gradients(lora: Mapping[str, torch.nn.Parameter], component: str) -> int:
     """Count the LoRA modules of `component` with a gradient of B (A has none while B is zero)."""
-    found = [p.grad for key, p in _of(component, lora).items() if ".lora_B." in key]
-    return sum(grad is not None and bool(grad.any()) for grad in found)
+    gradients = [p.grad for key, p in _of(component, lora).items() if ".lora_B." in key]
+    return sum(grad is not None and bool(grad.any()) for grad in gradients)
 
 
 def _of(component: str, lora: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:

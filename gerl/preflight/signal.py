@@ -136,13 +136,13 @@ class Weighting:
     @property
     def times_images(self) -> str:
         """Factor of the batch size that raises the cosine to `WANTED`, as text."""
-        found = self.cosine
-        if found is None or found.error is None:
+        value = self.cosine
+        if value is None or value.error is None:
             return "-"
-        if found.mean > 2 * found.error:
-            times = larger_batch(found.mean, WANTED) or 0.0
+        if value.mean > 2 * value.error:
+            times = larger_batch(value.mean, WANTED) or 0.0
             return f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
-        least = larger_batch(found.mean + 2 * found.error, WANTED)  # at the upper bound
+        least = larger_batch(value.mean + 2 * value.error, WANTED)  # at the upper bound
         return "-" if least is None or least < 1 else f"more than {least:.0f}"
 
 
@@ -202,13 +202,13 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     machines = Cluster(config.cluster, config.reward.gpu_shares)
     if not machines.joined:  # otherwise the model may be on other machines
         check_model(config.model, config.sampling, config.cluster.context)
-    found: list[BatchGradients] = []
+    measured: list[BatchGradients] = []
     with start_cluster(machines) as cluster:
         whole = load_run(config, Path(), cluster, Plan(config, prompts), {})
         for number in range(1, batches + 1):
             with waiting(f"measuring batch {number} of {batches}"):
-                found.append(measure(whole, number))
-    signal = evaluate(config, found)
+                measured.append(measure(whole, number))
+    signal = evaluate(config, measured)
     if len(prompts) < batches * config.rollout.prompts_per_step:
         signal.notes.append(
             f"data.train has {len(prompts)} prompts, so the batches share some: they agree a little more than "
@@ -235,13 +235,13 @@ def measure(run: Run, number: int) -> BatchGradients:
     pairs = count_pairs(zip(tasks, parts, strict=True))
     given = {task.id: part for task, part in zip(tasks, parts, strict=True)}
     groups = fleet.lockstep_groups(given)
-    found: Gradients = {}
+    sums: Gradients = {}
     for gradients in fleet.trainers.run(step_gradients, given, pairs, fleet.pool(given, groups), groups):
-        found |= {k: found[k] + new if k in found else new for k, new in gradients.items()}
+        sums |= {k: sums[k] + new if k in sums else new for k, new in gradients.items()}
     facts = {known.step: known for each in fleet.trainers.run(step_facts) for known in each}
     fleet.discard()
     fleet.clear()
-    return BatchGradients(len(credit), found, [facts[k] for k in sorted(facts)])
+    return BatchGradients(len(credit), sums, [facts[k] for k in sorted(facts)])
 
 
 def step_gradients(
@@ -254,12 +254,12 @@ def step_gradients(
 
 def step_facts(worker: PolicyWorker) -> list[StepFacts]:
     """Return the `StepFacts` of the trained steps of a worker's trajectories, in order."""
-    found: dict[int, StepFacts] = {}
+    facts_of: dict[int, StepFacts] = {}
     for kept in worker.trajectories.values():
         for segment, tape in zip(kept.task.segments, kept.tapes, strict=True):
             if segment.trained:
-                found |= {facts.step: facts for facts in worker.algorithm.step_facts(tape, segment.trained)}
-    return [found[k] for k in sorted(found)]
+                facts_of |= {facts.step: facts for facts in worker.algorithm.step_facts(tape, segment.trained)}
+    return [facts_of[k] for k in sorted(facts_of)]
 
 
 def plan(run: Run, samples: Sequence[Sample]) -> list[RolloutTask]:

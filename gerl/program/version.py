@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 def run(arguments: Sequence[str]) -> None:
     """Write the facts to stdout."""
     request = PARSER.parse(arguments)[0]
-    found = facts()
+    values = facts()
     if request.format == "yaml":
-        sys.stdout.write(yaml.safe_dump(found, sort_keys=False, allow_unicode=True))
+        sys.stdout.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         return
-    width = max(map(len, found)) + 2
-    sys.stdout.write("".join(f"{name:<{width}}{value}\n" for name, value in found.items()))
+    width = max(map(len, values)) + 2
+    sys.stdout.write("".join(f"{name:<{width}}{value}\n" for name, value in values.items()))
 
 
 def facts() -> dict[str, str]:
@@ -59,7 +59,7 @@ def facts() -> dict[str, str]:
     code, machine = software(), hardware()
     commit = code["gerl"].get("commit")
     changed = " with changes" if code["gerl"].get("dirty") else ""
-    packages = {**code["packages"], **{name: found for name in OTHERS if (found := version_of(name))}}
+    packages = {**code["packages"], **{name: version for name in OTHERS if (version := version_of(name))}}
     memory = f", {machine['memory_gib']} GiB" if machine["memory_gib"] else ""
     return {
         "gerl": f"{__version__}, commit {commit}{changed}" if commit else __version__,
@@ -83,6 +83,6 @@ def cuda_of_torch() -> str | None:
     except OSError:
         return None
     for name, words in (("cuda", ""), ("hip", "ROCm ")):
-        if found := re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE):
-            return f"{words}{found[1]}"
+        if match := re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE):
+            return f"{words}{match[1]}"
     return None

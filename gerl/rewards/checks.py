@@ -86,8 +86,8 @@ def read_regularising(config: Config) -> list[Prompt]:
 
 def check_held_out_metrics(config: Config, held_out: Sequence[Prompt], columns: Collection[str] = ()) -> None:
     """Raise `ConfigError` if `checkpoint.best` names a metric that no validation has, see `check_chosen`."""
-    found = (prompt.metadata.get(DATA_SOURCE) for prompt in held_out)
-    check_chosen(config, columns, sorted({metric_name(source) for source in found if source is not None}))
+    data_sources = (prompt.metadata.get(DATA_SOURCE) for prompt in held_out)
+    check_chosen(config, columns, sorted({metric_name(source) for source in data_sources if source is not None}))
 
 
 def without_people(config: RewardConfig) -> RewardConfig:
@@ -111,16 +111,16 @@ def held_out_metrics(config: Config, columns: Iterable[str] = (), sources: Colle
     """
     validation = config.validation
     scorers = {name: scorer for name, scorer in config.reward.scorers.items() if scorer.during != "training"}
-    found = [REWARD, *(f"val/reward/{source}/mean" for source in sources if len(sources) > 1)]
+    metrics = [REWARD, *(f"val/reward/{source}/mean" for source in sources if len(sources) > 1)]
     several = validation.images_per_prompt > 1
-    found += ["val/reward/best_of_n"] if several else []
+    metrics += ["val/reward/best_of_n"] if several else []
     for column in dict.fromkeys([*scorers, *columns]):
         names = ["mean", *(["best_of_n"] if several else [])]
         if column in scorers and scorers[column].success is not None:
             names += ["success_rate", "success_rate_low", "success_rate_high"]
             names += [f"pass_at_{k + 1}" for k in range(validation.images_per_prompt) if several]
-        found += [f"val/{column}/{name}" for name in names]
-    return found + (["val/base/alignment/mean", "val/base/surprise/mean"] if config.judges else [])
+        metrics += [f"val/{column}/{name}" for name in names]
+    return metrics + (["val/base/alignment/mean", "val/base/surprise/mean"] if config.judges else [])
 
 
 def check_chosen(config: Config, columns: Collection[str] = (), sources: Collection[str] = ()) -> None:

@@ -24,15 +24,15 @@ def differentiable_scorers(reward: RewardConfig, all_of_them: bool) -> list[str]
     """Return the weighted scorers with a gradient; raises `ConfigError` if there are none, or not `all_of_them`."""
     weighted = {name: scorer for name, scorer in reward.scorers.items() if scorer.weight}
     without = {name: why for name, scorer in weighted.items() if (why := _why_without_gradient(name, scorer))}
-    found = [name for name in weighted if name not in without]
-    if without and (all_of_them or not found):
+    differentiable = [name for name in weighted if name not in without]
+    if without and (all_of_them or not differentiable):
         name, why = next(iter(without.items()))
         raise ConfigError(
             f"reward.scorers.{name}: {why}, and this algorithm differentiates rewards; those of "
             f"{', '.join(_built_in())} and of functions with takes_tensors can be differentiated: set the weight of "
             "others to 0, so they are only watched"
         )
-    return found
+    return differentiable
 
 
 def scorers_with_gradient(config: Config) -> list[str]:

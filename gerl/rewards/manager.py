@@ -62,9 +62,9 @@ class FeedbackQueue(list[Job]):
     def awake(self) -> list[Job]:
         """Remove and return the calls that are due again."""
         now = time.perf_counter()
-        found = [call for call in self if call.wake <= now]
+        calls = [call for call in self if call.wake <= now]
         self[:] = [call for call in self if call.wake > now]
-        return found
+        return calls
 
 
 def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[Any]]:
@@ -99,7 +99,7 @@ SHOWN = 3  # prompts named in a warning
 def functions_of(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
     """Return the functions of this program that are scorers, by name."""
     paths = [scorer.path for scorer in scorers.values() if scorer.path is not None and scorer.path.startswith(PREFIX)]
-    return {path.removeprefix(PREFIX): found for path in paths if (found := function(path)) is not None}
+    return {path.removeprefix(PREFIX): loaded for path in paths if (loaded := function(path)) is not None}
 
 
 class RewardManager:
@@ -376,8 +376,8 @@ class ScoringRound:
     def store(self, job: Job, rows: Sequence[Row]) -> None:
         """Store the rows returned by the call of `job`."""
         self._count(job.places, -1)
-        for (i, row), found in zip(job.places, rows, strict=True):
-            self.rows[i][row] |= found
+        for (i, row), values in zip(job.places, rows, strict=True):
+            self.rows[i][row] |= values
 
     def texts(self, job: Job) -> list[str]:
         """Return the distinct prompts of `job`."""
@@ -396,8 +396,8 @@ class ScoringRound:
         scorers = self.scorers
         sums = [total(scorers, sample.prompt, row) for sample, row in zip(batch, rows, strict=True)]
         totals = [None if isinstance(value, ScorerFailure) else value for value in sums]
-        found = list(dict.fromkeys(label for row in rows for label in row))
-        labels = [label for name in scorers for label in (name, *(c for c in found if c.startswith(f"{name}/")))]
+        columns = list(dict.fromkeys(label for row in rows for label in row))
+        labels = [label for name in scorers for label in (name, *(c for c in columns if c.startswith(f"{name}/")))]
         # weighted scorers first: the first failure of a sample explains its missing total
         order = sorted(labels, key=lambda label: label not in scorers or scorers[label].weight == 0)
         failures = [

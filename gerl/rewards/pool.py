@@ -159,10 +159,10 @@ class ScorerLoad:
     def metrics(self, name: str) -> dict[str, float]:
         """Return the metrics of scorer `name`: latency and queue seconds per call, images per second, and problems."""
         calls = max(self.calls, 1)
-        found = {"latency_s": self.seconds / calls, "queue_s": self.queued / calls}
-        found["images_per_s"] = self.images / self.seconds if self.seconds else 0.0
-        found |= {"retries": float(self.retries), "restarts": float(self.restarts), "warnings": float(self.warnings)}
-        return {f"scorer/{name}/{key}": value for key, value in found.items()}
+        values = {"latency_s": self.seconds / calls, "queue_s": self.queued / calls}
+        values["images_per_s"] = self.images / self.seconds if self.seconds else 0.0
+        values |= {"retries": float(self.retries), "restarts": float(self.restarts), "warnings": float(self.warnings)}
+        return {f"scorer/{name}/{key}": value for key, value in values.items()}
 
 
 class Overdue(BaseException):

@@ -42,7 +42,7 @@ def attempts(ids: Sequence[int], values: Sequence[float | None], success: float 
     too few scored images has no value.
     """
     reached = [None if value is None or success is None else float(value >= success) for value in values]
-    found = {} if success is None else {SUCCESS: Attempts(list(ids), reached, True)}
+    columns = {} if success is None else {SUCCESS: Attempts(list(ids), reached, True)}
     prompts: dict[int, list[int]] = {}
     for row, prompt in enumerate(ids):
         prompts.setdefault(prompt, []).append(row)
@@ -53,10 +53,10 @@ def attempts(ids: Sequence[int], values: Sequence[float | None], success: float 
         return Attempts(list(prompts), [best_of(group, k) if len(group) >= k else None for group in groups], share)
 
     if most > 1:
-        found[BEST] = best(values, most, False)
+        columns[BEST] = best(values, most, False)
     if most > 1 and success is not None:
-        found |= {f"{PASS}{k}": best(reached, k, True) for k in range(1, most + 1)}
-    return found
+        columns |= {f"{PASS}{k}": best(reached, k, True) for k in range(1, most + 1)}
+    return columns
 
 
 def held_out_metric(
@@ -75,8 +75,8 @@ def held_out_metric(
     ids = validation.ids or range(len(validation.prompts))
     if statistic in ("mean", "gain"):
         return mean(own)
-    found = attempts([ids[row] for row in rows], own, success.get(column)).get(statistic)
-    return None if found is None else found.estimate().mean
+    column_attempts = attempts([ids[row] for row in rows], own, success.get(column)).get(statistic)
+    return None if column_attempts is None else column_attempts.estimate().mean
 
 
 def is_printed(name: str, names: Container[str]) -> bool:

@@ -87,7 +87,7 @@ def software() -> dict[str, Any]:
         "repository": commit_of(Path.cwd()),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := version_of(name))},
+        "packages": {name: number for name in PACKAGES if (number := version_of(name))},
     }
 
 
@@ -97,7 +97,7 @@ def changed_software(run_dir: Path) -> list[str]:
     before = sessions[-1].get("packages") if sessions else None
     if not isinstance(before, dict):
         return []
-    found = [
+    changed = [
         f"{name} {version_of(name)} (was {number})"
         for name, number in before.items()
         if name in NUMERICAL and number != version_of(name)
@@ -105,8 +105,8 @@ def changed_software(run_dir: Path) -> list[str]:
     ours = sessions[-1].get("gerl")
     if isinstance(ours, dict) and ours.get("code") not in (None, code_digest()):
         number = version_of("gerl")
-        found.append(f"another state of gerl {number}" if ours.get("version") == number else f"gerl {number}")
-    return found
+        changed.append(f"another state of gerl {number}" if ours.get("version") == number else f"gerl {number}")
+    return changed
 
 
 @cache
@@ -150,7 +150,7 @@ def hardware() -> dict[str, Any]:
     memory = _first(Path("/proc/meminfo"), r"^MemTotal:\s*(\d+)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     lines = (_output(*SMI) or "").splitlines()
-    gpus = [found for line in lines if (found := re.fullmatch(r"(.+), (\d+), (.+)", line.strip()))]
+    gpus = [match for line in lines if (match := re.fullmatch(r"(.+), (\d+), (.+)", line.strip()))]
     return {
         "cpu": cpu,
         "cores": cores,
@@ -161,10 +161,10 @@ def hardware() -> dict[str, Any]:
 
 def _first(path: Path, pattern: str) -> str | None:
     try:
-        found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        match = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:
         return None
-    return found[1].strip() if found else None
+    return match[1].strip() if match else None
 
 
 def _output(*command: str) -> str | None:
@@ -236,13 +236,13 @@ def redacted(value: Any) -> Any:
 
 def secrets(settings: Mapping[str, Any]) -> list[str]:
     """Return the keys of nested settings whose value contains a secret."""
-    found, hidden = list[str](), redacted(settings)
+    names, hidden = list[str](), redacted(settings)
     for name, value in settings.items():
         if isinstance(value, Mapping) and hidden[name] != HIDDEN:
-            found += [f"{name}.{key}" for key in secrets(value)]
+            names += [f"{name}.{key}" for key in secrets(value)]
         elif hidden[name] != (list(value) if isinstance(value, tuple) else value):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _secret(name: object, value: object) -> bool:

@@ -155,14 +155,14 @@ def models_in(folder: Path) -> dict[str, Path]:
 
 def checkpoint_paths(root: Path) -> list[Path]:
     """Return the checkpoint folders under `root`, unverified, in the order of their steps."""
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     # `.old-` marks a checkpoint being replaced by one of the same step: it counts if that was interrupted, and sorts
     # before the other
     for folder in sorted(root.glob("*step_*")) if root.is_dir() else []:
         match = re.fullmatch(r"(?:\.old-)?step_(\d+)", folder.name)
         if match and folder.is_dir():
-            found[int(match[1])] = folder
-    return [found[step] for step in sorted(found)]
+            by_step[int(match[1])] = folder
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def newest_checkpoint(root: Path) -> Checkpoint | None:
@@ -304,8 +304,8 @@ def verified(path: Path) -> Checkpoint:
 
 
 def _stats(path: Path) -> dict[Path, tuple[int, int]]:
-    found = {file: file.stat() for file in path.rglob("*") if file.is_file()}
-    return {file: (stat.st_size, stat.st_mtime_ns) for file, stat in found.items()}
+    stats = {file: file.stat() for file in path.rglob("*") if file.is_file()}
+    return {file: (stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()}
 
 
 # --- The state of a run between trainer steps, `state.json` of a checkpoint

@@ -58,8 +58,8 @@ class Choice:
 
 def choice_of(run: Path) -> Choice | None:
     """Choose the checkpoint of the run in a folder, without verifying files; None: there is no checkpoint."""
-    found = intact_checkpoints(run / "checkpoints", load=partial(load_checkpoint, verify=False))
-    return choose(found, read_guard(run)) if found else None
+    checkpoints = intact_checkpoints(run / "checkpoints", load=partial(load_checkpoint, verify=False))
+    return choose(checkpoints, read_guard(run)) if checkpoints else None
 
 
 def choose(checkpoints: Sequence[Checkpoint], rows: Sequence[Mapping[str, Any]] = ()) -> Choice:
@@ -131,8 +131,8 @@ def good_checkpoint(root: Path, ignored: Sequence[str] | None = None) -> Checkpo
 
 def signals_of(checkpoint: Checkpoint, ignored: Sequence[str] = ()) -> list[str]:
     """Return the keys of a checkpoint's signals of the guard without those that `guard.ignored` names."""
-    found = checkpoint.state.get("signals")
-    keys = list(map(str, found)) if isinstance(found, list) else []
+    stored = checkpoint.state.get("signals")
+    keys = list(map(str, stored)) if isinstance(stored, list) else []
     return [key for key in keys if not {key, key.partition("/")[0]} & set(ignored)]
 
 
@@ -219,7 +219,9 @@ class _Judged:
     def before(self) -> Checkpoint | None:
         """The last one before the first signal, as `last_good`."""
         first = self.flagged[0].step if self.flagged else math.inf
-        return next((c for found in (self.good, self.clean) for c in reversed(found) if c.step < first), None)
+        return next(
+            (c for checkpoints in (self.good, self.clean) for c in reversed(checkpoints) if c.step < first), None
+        )
 
     @property
     def needed(self) -> list[Checkpoint]:
@@ -255,8 +257,8 @@ class _Judged:
     def _fall(self, checkpoint: Checkpoint, rows: Sequence[Mapping[str, Any]]) -> str:
         """Say what fell in the last judgement of a checkpoint: a watched column if possible, else as the judge sees."""
         keys = self.signals(checkpoint)
-        found = {f"{r['signal']}/{r['column']}": r["text"] for r in rows if r["step"] <= checkpoint.step}
-        texts = {key: FOUND.split(found[key])[0] for key in keys if key in found}
+        sentences = {f"{r['signal']}/{r['column']}": r["text"] for r in rows if r["step"] <= checkpoint.step}
+        texts = {key: FOUND.split(sentences[key])[0] for key in keys if key in sentences}
         order = sorted(texts, key=lambda key: (not key.startswith("watched/"), key != ALIGNMENT))
         return texts[order[0]] if order else f"there is {shortened(keys)}"
 
@@ -273,10 +275,10 @@ class _Judged:
 def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Return the settings on which the value of a checkpoint depends."""
     settings = checkpoint.state.get("settings")
-    found = flat_settings(settings) if isinstance(settings, dict) else {}
+    values = flat_settings(settings) if isinstance(settings, dict) else {}
     idle = ("replicas", "gpus", "timeout", "every", "micro_batch_size", "on_error", "retries", "max_failed")
     blocks = ("model", "sampling", "reward", "validation")
-    return {k: v for k, v in found.items() if k.startswith(blocks) and not k.endswith(idle)} or None
+    return {k: v for k, v in values.items() if k.startswith(blocks) and not k.endswith(idle)} or None
 
 
 def _requested(checkpoint: Checkpoint) -> str:

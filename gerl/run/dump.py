@@ -59,13 +59,13 @@ class Environment:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= {k if name in ("software", "packages") else f"{name} {k}": v for k, v in _flat(value).items()}
+            flat |= {k if name in ("software", "packages") else f"{name} {k}": v for k, v in _flat(value).items()}
         elif name != "repository":  # of the folder that a command was started in
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat
 
 
 @dataclass(frozen=True)

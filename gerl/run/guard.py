@@ -245,11 +245,11 @@ def candidates(
     if not comparable(first, later):
         return []
     peaks = peaks or {}
-    found = [*_base(first, later, peaks.get(ALIGNMENT, first), earlier), *_looks(first, later)]
+    tested = [*_base(first, later, peaks.get(ALIGNMENT, first), earlier), *_looks(first, later)]
     for name in watched_columns(config, list(first.by_scorer)):
         peak = peaks.get(name, first)
-        found += _watched(first, later, name, peak, 1 if peak.step == first.step else earlier)
-    return found
+        tested += _watched(first, later, name, peak, 1 if peak.step == first.step else earlier)
+    return tested
 
 
 class Baselines:
@@ -455,7 +455,7 @@ def _quoted(later: Validation, rows: Sequence[int]) -> str:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    return statistics.fmean(found) if (found := known(values)) else math.nan
+    return statistics.fmean(numbers) if (numbers := known(values)) else math.nan
 
 
 class GuardLog:
@@ -472,13 +472,13 @@ class GuardLog:
         self.latest: list[Signal] = []  # of the last validation, since the log was opened
         self._said = {f"{row['signal']}/{row['column']}": int(row["step"]) for row in kept}
 
-    def add(self, found: Sequence[Signal], action: str) -> list[Signal]:
+    def add(self, signals: Sequence[Signal], action: str) -> list[Signal]:
         """Write the signals of a validation; returns those due for a log line: new ones, and old ones now and then."""
-        self.latest = list(found)
-        due = [s for s in found if s.key not in self._said or s.step >= 2 * self._said[s.key]]
+        self.latest = list(signals)
+        due = [s for s in signals if s.key not in self._said or s.step >= 2 * self._said[s.key]]
         self._said |= {signal.key: signal.step for signal in due}
         lines = []
-        for signal in found:
+        for signal in signals:
             row = asdict(signal)
             row = {"step": row.pop("step"), "signal": row.pop("name"), **row, "text": signal.sentence, "action": action}
             lines.append(f"{json.dumps(finite(row))}\n")
@@ -516,13 +516,13 @@ def read_guard(run_dir: Path) -> list[dict[str, Any]]:
         lines = read_log(run_dir / FILE)
     except OSError:
         return []
-    found = []
+    rows = []
     for line in lines:
         with contextlib.suppress(ValueError):
             row = load_json(line)
             named = isinstance(row, dict) and all(type(row.get(k)) is str for k in ("signal", "column", "text"))
-            found += [row] if named and type(row.get("step")) is int else []
-    return found
+            rows += [row] if named and type(row.get("step")) is int else []
+    return rows
 
 
 # --- Trends during training: a reward that falls while the KL grows, and groups of equal rewards

@@ -109,13 +109,13 @@ def _changes(run_dir: Path, folder: Path, step: int) -> dict[str, tuple[float, f
     earlier = [_load(run_dir, before) for before in validation_steps(run_dir) if before < step]
     if later is None:
         return {}
-    found = {}
+    changes = {}
     for name, values in later.by_scorer.items():
         levels = [mean(one.by_scorer.get(name, ())) for one in earlier if one is not None]
         known, after = [level for level in levels if level is not None], mean(values)
         if known and after is not None:
-            found[name] = max(known), after
-    return found
+            changes[name] = max(known), after
+    return changes
 
 
 def _gravity(row: Row, changes: Mapping[str, tuple[float, float]]) -> tuple[int, float]:
@@ -168,14 +168,14 @@ def _pairs(run_dir: Path, folder: Path, rows: Sequence[Row]) -> tuple[Sequence[i
                 lists.setdefault(_weight(row), []).append(row["shown"])
         turns = chain(*(chain(*zip_longest(*lists[weight])) for weight in sorted(lists)))
         order = [place for place in turns if type(place) is int]
-        found = dict[str, Pair]()
+        pairs = dict[str, Pair]()
         for place in [*order, *evenly(list(after), PAIRS)]:
             if place in before and place in after and before[place][0] == after[place][0]:
-                found.setdefault(after[place][0], Pair(after[place][0], before[place][1], after[place][1]))
-            if len(found) == PAIRS:
+                pairs.setdefault(after[place][0], Pair(after[place][0], before[place][1], after[place][1]))
+            if len(pairs) == PAIRS:
                 break
-        if found:
-            return (first, step), list(found.values())
+        if pairs:
+            return (first, step), list(pairs.values())
     return (), []
 
 
@@ -183,10 +183,10 @@ def _images(folder: Path, step: int) -> dict[int, tuple[str, np.ndarray]]:
     """Return the prompts and images of a validation or look, by their rows in the first validation."""
     for name in ("step", "look"):
         with contextlib.suppress(GerlError):
-            found = load_validation(folder, step, name=name)
-            rows = (name == "look" and found.ids) or range(len(found.prompts))
-            shown = zip(found.shown, found.pixels, strict=True)
-            return {rows[place]: (found.prompts[place], image) for place, image in shown}
+            validation = load_validation(folder, step, name=name)
+            rows = (name == "look" and validation.ids) or range(len(validation.prompts))
+            shown = zip(validation.shown, validation.pixels, strict=True)
+            return {rows[place]: (validation.prompts[place], image) for place, image in shown}
     return {}
 
 

@@ -44,7 +44,7 @@ class Health:
         scorers = get(config, "reward", "scorers") or {}
         self.scorers = [name for name in scorers if get(scorers, name, "weight") != 0]  # that count in the reward
         self.last: Row = {}
-        self.found: dict[str, Finding] = {}  # the latest of each kind
+        self.findings: dict[str, Finding] = {}  # the latest of each kind
         self._said: dict[str, int] = {}  # kind -> step
         self._dominated = 0  # consecutive steps whose gradient came from one timestep
         self._rewards: list[float] = []
@@ -88,8 +88,8 @@ class Health:
         self.last, step = row, int(row["step"])
         due = []
         checks = (self._equal_rewards, self._weights, self._trust_region, self._one_step, self._falling)
-        for kind, text in (found for check in checks for found in check(row)):
-            self.found[kind] = Finding(kind, step, text)
+        for kind, text in (warning for check in checks for warning in check(row)):
+            self.findings[kind] = Finding(kind, step, text)
             # again once the run is more than twice as long
             if kind not in self._said or step >= 2 * self._said[kind] + PATIENCE:
                 self._said[kind] = step

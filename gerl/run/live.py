@@ -36,17 +36,17 @@ Row = Mapping[str, Any]
 
 def read_spans(lines: Iterable[str]) -> list[Row]:
     """Parse spans; incomplete and other lines are skipped."""
-    found = list[Row]()
+    spans = list[Row]()
     for line in lines:
         try:
             row = load_json(line)
             names = {"worker": str(row["worker"]), "what": str(row["what"])}
             times = {"start": float(row["start"]), "end": float(row["end"])}
             if all(map(math.isfinite, times.values())):
-                found.append({**names, "step": int(row["step"]), **times})
+                spans.append({**names, "step": int(row["step"]), **times})
         except MALFORMED:
             continue
-    return found
+    return spans
 
 
 def lanes(rows: Iterable[Row]) -> list[str]:

@@ -90,16 +90,16 @@ class Columns:
         i = bisect_left(steps, since // width * width)
         if width == 1:
             return {"x": steps[i:].tolist(), "y": [_rounded(value, 5) for value in values[i:]]}
-        found: dict[str, list[Any]] = {"x": [], "y": [], "low": [], "high": []}
+        curve: dict[str, list[Any]] = {"x": [], "y": [], "low": [], "high": []}
         while i < len(steps):
             part = steps[i] // width
             end = bisect_left(steps, (part + 1) * width, i)
             known = [value for value in values[i:end] if math.isfinite(value)]
             three = (math.fsum(known) / len(known), min(known), max(known)) if known else (None, None, None)
-            for column, value in zip(found.values(), (part * width, *(_rounded(v, 5) for v in three)), strict=True):
+            for column, value in zip(curve.values(), (part * width, *(_rounded(v, 5) for v in three)), strict=True):
                 column.append(value)
             i = end
-        return found
+        return curve
 
     def width(self) -> int:
         """Return the steps per bin, a power of two, for at most `POINTS` bins."""
@@ -150,8 +150,8 @@ class RunData:
 
     def signatures(self) -> dict[str, str]:
         """Return a value per part of the page that changes when the part does."""
-        found = {part: signature(self.folder / name) for part, name in PARTS.items()}
-        return found | {"alive": str(alive_since(self.folder) or "")}
+        signatures = {part: signature(self.folder / name) for part, name in PARTS.items()}
+        return signatures | {"alive": str(alive_since(self.folder) or "")}
 
     def keep(self, name: str, now: object, make: Callable[[], T]) -> T:
         """Return the cached value of `name`, made again if `now` has changed."""
@@ -221,9 +221,9 @@ class RunData:
         with self._lock:
             columns = self.columns()
             reset = (width, generation) != (columns.width(), columns.generation)
-            found = {name: columns.series(name, 0 if reset else since, columns.width()) for name in names}
+            curves = {name: columns.series(name, 0 if reset else since, columns.width()) for name in names}
             facts = {"width": columns.width(), "generation": columns.generation, "reset": reset}
-            return {**facts, "series": {name: curve for name, curve in found.items() if curve is not None}}
+            return {**facts, "series": {name: curve for name, curve in curves.items() if curve is not None}}
 
     def held_out(self) -> dict[str, Any]:
         """Return the rewards of the held-out prompts at every validation."""
@@ -252,25 +252,25 @@ class RunData:
         """
         steps = episode_steps(self.folder)
         first = self._sheet_values(f"{EPISODES}/episode", steps[:1], -1)
-        found = self._sheet_values(f"{EPISODES}/episode", steps[1:], step)
-        return {"first": first, "now": found, "steps": steps[1:]} if first else {}
+        sheet = self._sheet_values(f"{EPISODES}/episode", steps[1:], step)
+        return {"first": first, "now": sheet, "steps": steps[1:]} if first else {}
 
     def _sheet_values(self, name: str, steps: Sequence[int], step: int) -> dict[str, Any]:
         """Return the values of the sheet of `step` if it is one of `steps`, else of the latest, with all `steps`."""
         for number in [step] * (step in steps) + list(steps)[::-1]:
             try:
-                found = parse_json(content(self.folder, f"{name}_{number:06d}.json") or b"")
+                values = parse_json(content(self.folder, f"{name}_{number:06d}.json") or b"")
             except ValueError:  # removed meanwhile
                 continue
-            if isinstance(found, dict):
-                return found | {"steps": steps}
+            if isinstance(values, dict):
+                return values | {"steps": steps}
         return {}
 
     def lora(self) -> tuple[int, bytes] | None:
         """Return the step and file of the latest LoRA, of a hacked run of the one to use; None if there is none."""
         for step, path in self._loras():
-            if (found := content(self.folder, str(path.relative_to(self.folder)))) is not None:
-                return step, found
+            if (data := content(self.folder, str(path.relative_to(self.folder)))) is not None:
+                return step, data
         return None
 
     def _loras(self) -> Iterator[tuple[int, Path]]:
@@ -283,8 +283,8 @@ class RunData:
     def sheet(self, step: int, held_out: bool = False) -> tuple[bytes, str] | None:
         """Return the sheet of a step's images, or of its held-out episodes, and its media type; None: there is none."""
         name = f"{EPISODES}/episode" if held_out else f"{LIVE}/step"
-        found = content(self.folder, f"{name}_{step:06d}.jpg")
-        return None if found is None else (found, "image/jpeg")
+        data = content(self.folder, f"{name}_{step:06d}.jpg")
+        return None if data is None else (data, "image/jpeg")
 
     def timeline(self, steps: int) -> dict[str, Any]:
         """Return the spans of the last `steps` steps, and their lanes."""
@@ -301,7 +301,7 @@ class RunData:
         """Return the signals of the guard, newest first, and the findings of the health checks."""
         guard = [row for line in last_lines(self.folder / PARTS["guard"]) if (row := _row(line)) is not None]
         with self._lock:
-            findings = sorted(self.columns().health.found.values(), key=lambda finding: -finding.step)
+            findings = sorted(self.columns().health.findings.values(), key=lambda finding: -finding.step)
         health = [{"step": finding.step, "text": finding.text} for finding in findings]
         return {"guard": guard[: -SIGNALS - 1 : -1], "health": health, "hacking": self._hacking()[0]}
 
@@ -350,12 +350,12 @@ class RunData:
             mean = math.fsum(seconds) / len(seconds) if seconds else None
             return {"step": last.get("step"), "time": last.get("time"), "held_out": held_out, "step_seconds": mean}
 
-        found = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
+        values = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
         return {
             "name": self.name,
             "alive": alive_since(self.folder) is not None,
             "steps": self.planned_steps(),
-            **found,
+            **values,
         }
 
     def last_picture(self) -> str | None:
@@ -364,10 +364,10 @@ class RunData:
 
         def make() -> str | None:
             steps = validation_steps(self.folder)
-            found = self._held_out.pictured(steps[-1]) if steps else []
-            if not found:
+            rows = self._held_out.pictured(steps[-1]) if steps else []
+            if not rows:
                 return None
-            return f"held_out?{urlencode({'run': self.name, 'step': steps[-1], 'row': found[0], 'v': now})}"
+            return f"held_out?{urlencode({'run': self.name, 'step': steps[-1], 'row': rows[0], 'v': now})}"
 
         return self.keep("picture", now, make)
 
@@ -440,10 +440,10 @@ class HeldOut:
     def read(self) -> dict[str, Any]:
         """Return the `prompts` [N] of the newest validation, the `steps` [S] with the same prompts, and rewards."""
         read = {step: self._numbers(step, self._signature(step)) for step in validation_steps(self.folder)}
-        found = {step: validation for step, validation in read.items() if validation is not None}
-        prompts = found[max(found)].prompts if found else []
-        steps = _spread([step for step, validation in found.items() if validation.prompts == prompts], STEPS)
-        self.validations = {step: found[step] for step in steps}
+        known = {step: validation for step, validation in read.items() if validation is not None}
+        prompts = known[max(known)].prompts if known else []
+        steps = _spread([step for step, validation in known.items() if validation.prompts == prompts], STEPS)
+        self.validations = {step: known[step] for step in steps}
         rows = list(self.validations.values())
         return {
             "prompts": prompts,
@@ -456,13 +456,13 @@ class HeldOut:
 
     def scores(self, row: int) -> dict[str, Any] | None:
         """Return the scores of a prompt after all validations, by scorer; None: no such prompt."""
-        found = list(self.validations.values())
-        if not found or not 0 <= row < len(found[0].prompts):
+        validations = list(self.validations.values())
+        if not validations or not 0 <= row < len(validations[0].prompts):
             return None
-        columns = [{name: values[row] for name, values in validation.by_scorer.items()} for validation in found]
+        columns = [{name: values[row] for name, values in validation.by_scorer.items()} for validation in validations]
         names = dict.fromkeys(name for column in columns for name in column)
         scores = {name: [_rounded(column.get(name)) for column in columns] for name in names}
-        return {"prompt": found[0].prompts[row], "steps": list(self.validations), "scores": scores}
+        return {"prompt": validations[0].prompts[row], "steps": list(self.validations), "scores": scores}
 
     def picture(self, step: int, row: int) -> tuple[bytes, str] | None:
         """Return the image of a prompt after a step, as bytes and media type; None if there is none."""
@@ -470,18 +470,20 @@ class HeldOut:
 
     def pictured(self, step: int) -> list[int]:
         """Return the prompts that have an image after a step."""
-        found = self._numbers(step, self._signature(step))
-        return [] if found is None else list(found.shown)
+        validation = self._numbers(step, self._signature(step))
+        return [] if validation is None else list(validation.shown)
 
     def _load(self, step: int, now: str) -> Validation | None:
         try:
-            found = replace(load_validation(self.folder, step, pictures=False), drawing=None, looks={})
+            validation = replace(load_validation(self.folder, step, pictures=False), drawing=None, looks={})
         except GerlError:
             return None
-        if self._last is not None and (self._last.prompts, self._last.ids) == (found.prompts, found.ids):
-            found = replace(found, prompts=self._last.prompts, ids=self._last.ids)  # equal lists are stored once
-        self._last = found
-        return found
+        if self._last is not None and (self._last.prompts, self._last.ids) == (validation.prompts, validation.ids):
+            validation = replace(
+                validation, prompts=self._last.prompts, ids=self._last.ids
+            )  # equal lists are stored once
+        self._last = validation
+        return validation
 
     def _pixels(self, step: int, now: str) -> dict[int, np.ndarray]:
         try:
@@ -575,7 +577,7 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     live = run.live()
     sheet = run.sheet(live["step"]) if live else None
     episodes = run.episodes()
-    turned = [found for name in ("first", "now") if (found := episodes.get(name))]
+    turned = [content_of for name in ("first", "now") if (content_of := episodes.get(name))]
     sheets = {one["step"]: run.sheet(one["step"], held_out=True) for one in turned}
     answers = {
         "runs": {"runs": [{"name": run.name}], "chosen": run.name},
@@ -594,34 +596,36 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         "answers": answers,
         "pictures": pictures,
         "sheet": data_uri(*sheet) if sheet is not None else "",
-        "episodes": {str(step): data_uri(*found) for step, found in sheets.items() if found is not None},
-        "hacked": {f"{i}/{k}": data_uri(*found) for (i, k), found in hacked.items() if found is not None},
+        "episodes": {str(step): data_uri(*content_of) for step, content_of in sheets.items() if content_of is not None},
+        "hacked": {
+            f"{i}/{k}": data_uri(*content_of) for (i, k), content_of in hacked.items() if content_of is not None
+        },
     }
 
 
 def _held_out(run: RunData) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the held-out prompts at some validations, with as many images as fit the budget."""
-    found = run.held_out()
-    places = _spread(range(len(found["steps"])), FROZEN_STEPS)
-    steps = [found["steps"][i] for i in places]
-    found = found | {"steps": steps, **{name: [found[name][i] for i in places] for name in ("rewards", "errors")}}
+    values = run.held_out()
+    places = _spread(range(len(values["steps"])), FROZEN_STEPS)
+    steps = [values["steps"][i] for i in places]
+    values = values | {"steps": steps, **{name: [values[name][i] for i in places] for name in ("rewards", "errors")}}
     pictures: dict[str, str] = {}
-    most = len(found["shown"])
+    most = len(values["shown"])
     rows: list[int] = []
-    for row in _spread(found["shown"], most)[:1]:  # estimates the size of one prompt
+    for row in _spread(values["shown"], most)[:1]:  # estimates the size of one prompt
         own = _pictures(run, steps, row)
         most = max(1, min(most, BYTES // max(1, sum(map(len, own.values())))))
-    for row in _spread(found["shown"], most):
+    for row in _spread(values["shown"], most):
         own = _pictures(run, steps, row)
         if len(own) == len(steps):
             rows.append(row)
             pictures |= own
-    return found | {"shown": rows}, pictures
+    return values | {"shown": rows}, pictures
 
 
 def _pictures(run: RunData, steps: Sequence[int], row: int) -> dict[str, str]:
     known = {step: run.picture(step, row) for step in steps}
-    return {f"{step}/{row}": data_uri(*found) for step, found in known.items() if found is not None}
+    return {f"{step}/{row}": data_uri(*picture) for step, picture in known.items() if picture is not None}
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:

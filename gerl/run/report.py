@@ -72,7 +72,7 @@ def write_report(run_dir: Path) -> Path:
         compared=compared,
         turns=roles(config),
         hacking=hacking,
-        warnings=[*overlap, *(finding.text for finding in health.found.values())],
+        warnings=[*overlap, *(finding.text for finding in health.findings.values())],
         signals=guarded,
         code=_usage(run_dir, config, validations),
         starts=_starts(run_dir / CARD),
@@ -96,7 +96,7 @@ def _usage(run_dir: Path, config: dict[str, Any], validations: list[Validation])
 
 def _starts(path: Path) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return title, names and values of the sessions of the run card, latest first; empty without a usable card."""
-    found = []
+    starts = []
     for number, session in enumerate(read_sessions(path), start=1):
         rows: list[tuple[str, str]] = []
         for name, value in session.items():
@@ -104,10 +104,10 @@ def _starts(path: Path) -> list[tuple[str, list[tuple[str, str]]]]:
             # the end of a running run is unknown, and a folder may be in no repository
             rows += [(f"{name} {part}".strip(), _words(entry)) for part, entry in nested if value is not None]
         words = [str(session[key]) for key in ("started", "command") if session.get(key)]
-        found.append((": ".join(words) or f"start {number}", rows))
-    if not found and path.exists():
+        starts.append((": ".join(words) or f"start {number}", rows))
+    if not starts and path.exists():
         log.warning("%s has no readable session: the report omits it", path)
-    return found[::-1]
+    return starts[::-1]
 
 
 def _words(value: Any) -> str:
@@ -118,7 +118,7 @@ def _words(value: Any) -> str:
 
 def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, Any]:
     """Return the figures at the top: the measured reward before and after, its gain with an interval, the best step."""
-    found: dict[str, Any] = dict.fromkeys(("before", "after", "change", "counts")) | {"label": "held-out reward"}
+    headline: dict[str, Any] = dict.fromkeys(("before", "after", "change", "counts")) | {"label": "held-out reward"}
     if compared is not None and compared.last is not None:
         first, last, best = compared.first, compared.last, best_step(rows)
         both = [(gain.before, gain.after) for gain in compared.gains]
@@ -133,17 +133,17 @@ def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, Any]:
         if best is not None and best[0] != last.step:
             counts += f"; the best held-out reward was {best[1]:.3f}, at step {best[0]} (on new prompts expect less)"
         figures = {"before": mean(first.rewards), "after": mean(last.rewards)}
-        return {**found, **figures, "change": change, "note": note, "counts": counts}
+        return {**headline, **figures, "change": change, "note": note, "counts": counts}
     for name, label in (("val/reward/mean", "held-out reward"), ("reward/mean", "training reward")):
         values = [value for value in series(rows, name)[1] if np.isfinite(value)]
         if values:
-            found |= {"label": label, "before": values[0], "note": "measured once so far"}
+            headline |= {"label": label, "before": values[0], "note": "measured once so far"}
         if values[1:]:
             note = f"{label} of the first and the last of {len(values)} measurements"
-            found |= {"after": values[-1], "change": f"{values[-1] - values[0]:+z.3f}", "note": note}
+            headline |= {"after": values[-1], "change": f"{values[-1] - values[0]:+z.3f}", "note": note}
         if values:
-            return found
-    return found | {"before": compared and mean(compared.first.rewards), "note": "no later measurement yet"}
+            return headline
+    return headline | {"before": compared and mean(compared.first.rewards), "note": "no later measurement yet"}
 
 
 @dataclass(frozen=True, kw_only=True)

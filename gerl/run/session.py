@@ -59,8 +59,10 @@ class RunLog:
 
     def failure(self, error: BaseException) -> None:
         """Log the error that ends the run with its traceback; the console shows its sentence."""
-        found = (type(error), error, error.__traceback__)
-        self._handler.handle(logging.LogRecord("gerl", logging.ERROR, __file__, 0, "the run ends: %s", (error,), found))
+        exception = (type(error), error, error.__traceback__)
+        self._handler.handle(
+            logging.LogRecord("gerl", logging.ERROR, __file__, 0, "the run ends: %s", (error,), exception)
+        )
 
 
 class _Lines(logging.Formatter):

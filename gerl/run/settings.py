@@ -88,15 +88,15 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
     defaults["reward"]["scorers"] = {each: scorer for each in get(config, "reward", "scorers") or {}}
     given = {key: value for key, value in config.items() if key not in ("experiment", "preset")}
     usual, own = _flat(defaults), _flat(redacted(given))
-    found = [
+    changed = [
         (key, shown_setting(value), shown_setting(usual[key]) if key in usual else "-")
         for key, value in own.items()
         if key not in usual or value != usual[key]
     ]
-    return found + [
+    return changed + [
         (f"reward.scorers.{each}", "with its defaults", "-")
         for each in get(config, "reward", "scorers") or {}
-        if each != "ocr" and not any(key.startswith(f"reward.scorers.{each}.") for key, *_ in found)
+        if each != "ocr" and not any(key.startswith(f"reward.scorers.{each}.") for key, *_ in changed)
     ]
 
 
@@ -115,9 +115,9 @@ def training_label(config: Values) -> str:
 
 def scorers(config: Values) -> list[str]:
     """Return the names of the scorers, those with a weight first."""
-    found = get(config, "reward", "scorers")
-    names = list(found) if isinstance(found, Mapping) else []
-    return sorted(map(str, names), key=lambda name: get(found, name, "weight") == 0)
+    scorers_block = get(config, "reward", "scorers")
+    names = list(scorers_block) if isinstance(scorers_block, Mapping) else []
+    return sorted(map(str, names), key=lambda name: get(scorers_block, name, "weight") == 0)
 
 
 def roles(config: Values) -> list[str]:

@@ -121,9 +121,9 @@ def read_metrics(path: Path) -> Rows:
 
 def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of the rows that have the metric `name`; null becomes NaN."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    x = np.array([step for step, _ in found], dtype=float)
-    y = np.array([v if isinstance(v, int | float) else np.nan for _, v in found], dtype=float)
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    x = np.array([step for step, _ in points], dtype=float)
+    y = np.array([v if isinstance(v, int | float) else np.nan for _, v in points], dtype=float)
     return x, y
 
 

@@ -72,14 +72,14 @@ def estimate_share(
 
     Wilson's interval if each prompt counts as 0 or 1, such as with one image per prompt; else that of `estimate`.
     """
-    found = estimate(prompt_ids, values, (0.0, 1.0), confidence)
+    result = estimate(prompt_ids, values, (0.0, 1.0), confidence)
     prompts: dict[int, set[float]] = {}
     for i, value in zip(prompt_ids, values, strict=True):
         if value is not None:
             prompts.setdefault(i, set()).add(value)
-    if found.count < 2 or not all(own in ({0.0}, {1.0}) for own in prompts.values()):
-        return found
-    return Estimate(found.mean, *wilson_interval(found.mean, found.count, confidence), found.count)
+    if result.count < 2 or not all(own in ({0.0}, {1.0}) for own in prompts.values()):
+        return result
+    return Estimate(result.mean, *wilson_interval(result.mean, result.count, confidence), result.count)
 
 
 def estimate_gain(
@@ -348,9 +348,9 @@ def remove_images(run_dir: Path, newest: int, rank: Callable[[Validation], float
     for step in validation_steps(run_dir):
         if (_path(run_dir, step).with_suffix(".npz")).exists():
             with contextlib.suppress(GerlError):
-                found = load_validation(run_dir, step, pictures=False)
-                by_reward = None if None in found.rewards else mean(found.rewards) or 0.0
-                value = by_reward if rank is None else rank(found)
+                validation = load_validation(run_dir, step, pictures=False)
+                by_reward = None if None in validation.rewards else mean(validation.rewards) or 0.0
+                value = by_reward if rank is None else rank(validation)
                 ranks[step] = -math.inf if value is None else value
     steps = sorted(ranks)
     best = max(steps, key=lambda step: (ranks[step], step), default=0)
@@ -368,17 +368,19 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True, name: str =
     try:
         values = read_json(path)
         pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
-        found = VALIDATION.validate_python({**values, "pixels": pixels})
+        validation = VALIDATION.validate_python({**values, "pixels": pixels})
     except (*DAMAGED, ValidationError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         raise GerlError(f"the validation {path} cannot be read ({said}); delete it to skip it") from error
-    lengths = {len(column) for column in (found.rewards, *found.by_scorer.values(), *found.looks.values())}
-    if lengths | {len(found.ids or found.prompts)} != {len(found.prompts)}:
+    lengths = {
+        len(column) for column in (validation.rewards, *validation.by_scorer.values(), *validation.looks.values())
+    }
+    if lengths | {len(validation.ids or validation.prompts)} != {len(validation.prompts)}:
         raise GerlError(f"the validation {path} does not have one reward per image; delete it to skip it")
-    listed = len(found.shown) == len(pixels) and all(0 <= i < len(found.prompts) for i in found.shown)
+    listed = len(validation.shown) == len(pixels) and all(0 <= i < len(validation.prompts) for i in validation.shown)
     if pictures and not listed:
         raise GerlError(f"the validation {path} has other images than it lists; delete it to skip it")
-    return found
+    return validation
 
 
 def _read_pixels(path: Path) -> list[np.ndarray]:
@@ -395,23 +397,23 @@ def _read_pixels(path: Path) -> list[np.ndarray]:
 
 def load_validations(run_dir: Path) -> list[Validation]:
     """Load all validations of a run that are not damaged, in order, with the images of the first and the last only."""
-    found: dict[int, Validation] = {}
+    validations: dict[int, Validation] = {}
     for step in validation_steps(run_dir):
-        _keep(found, run_dir, step, pictures=False)
+        _keep(validations, run_dir, step, pictures=False)
     for place in (0, -1):
-        while found and not _keep(found, run_dir, sorted(found)[place], pictures=True):
+        while validations and not _keep(validations, run_dir, sorted(validations)[place], pictures=True):
             pass  # damaged: try the next one
-    return [found[step] for step in sorted(found)]
+    return [validations[step] for step in sorted(validations)]
 
 
-def _keep(found: dict[int, Validation], run_dir: Path, step: int, pictures: bool) -> bool:
-    """Load a validation into `found`, or remove it if it is damaged; returns whether it is there."""
+def _keep(validations: dict[int, Validation], run_dir: Path, step: int, pictures: bool) -> bool:
+    """Load a validation into `validations`, or remove it if it is damaged; returns whether it is there."""
     try:
-        found[step] = load_validation(run_dir, step, pictures)
+        validations[step] = load_validation(run_dir, step, pictures)
     except GerlError as error:
         log.warning("%s", error)
-        found.pop(step, None)
-    return step in found
+        validations.pop(step, None)
+    return step in validations
 
 
 def paired_gains(first: Validation, later: Validation) -> dict[str, Estimate]:
@@ -449,8 +451,8 @@ def judged(validation: Validation, first: Validation) -> dict[str, list[float | 
     pairs = zip(own, other, strict=True)
     alignment = [None if a is None or b is None else math.log((b + floor) / (a + floor)) for a, b in pairs]
     surprise = [None if a is None else math.log(a) for a in own]
-    found = {"base/alignment": alignment, "base/surprise": surprise}
-    return {name: values for name, values in found.items() if known(values)}
+    columns = {"base/alignment": alignment, "base/surprise": surprise}
+    return {name: values for name, values in columns.items() if known(values)}
 
 
 def validation_steps(run_dir: Path, name: str = "step") -> list[int]:
@@ -572,13 +574,13 @@ class BeforeAfter:
         """All pairs with images: better, worse, each with the largest change first, and the rest."""
         if self.last is None or not self.known:
             return [Section("all", "", list(map(self._card, self.pictured)))] if self.pictured else []
-        found = []
+        sections = []
         for trend, name in zip(("up", "down", "flat"), (*self.words, "equal"), strict=True):
             chosen = sorted((g for g in self.pictured if g.trend == trend), key=lambda g: -abs(g.value or 0.0))
             order = ", largest change first" if trend != "flat" and chosen[1:] else ""
             title = f"{len(chosen)} {name} of the {len(self.pictured)} shown{order}"
-            found += [Section(name, title, list(map(self._card, chosen)))] if chosen else []
-        return found
+            sections += [Section(name, title, list(map(self._card, chosen)))] if chosen else []
+        return sections
 
     @cached_property
     def losses(self) -> list[Gain]:

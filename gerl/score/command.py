@@ -151,9 +151,9 @@ def derived_lines(reward: RewardConfig, images: Sequence[ScoredImage], ids: Sequ
     for column in images[0].values if images else ():
         values = [image.values[column] for image in images]
         ends = (min(scored), max(scored)) if (scored := known(values)) else None
-        found = attempts(ids, values, success.get(column))
-        for name in (name for name in found if is_printed(name, found)):
-            e = found[name].estimate(ends)
+        rates = attempts(ids, values, success.get(column))
+        for name in (name for name in rates if is_printed(name, rates)):
+            e = rates[name].estimate(ends)
             lines.setdefault((name, str(e.count), show(e.mean), interval(e)), []).append(f"{column}/{name}")
     return [(" = ".join(names), *cells[1:]) for cells, names in lines.items()]
 
@@ -195,17 +195,17 @@ def read_items(images: str, prompts: str | None, prompt: str | None, data: DataC
         raise DataError(f"images={images} {what}: expected a folder of images, or a .jsonl or .csv file of them")
     files.sort(key=lambda file: (_natural(file.name), file.name))
     if prompt is not None:
-        found = [Prompt(i, prompt.strip()) for i in range(len(files))]
+        texts = [Prompt(i, prompt.strip()) for i in range(len(files))]
     elif prompts is None:
-        found = [Prompt(i, _sidecar(file)) for i, file in enumerate(files)]
+        texts = [Prompt(i, _sidecar(file)) for i, file in enumerate(files)]
     else:
-        found = load(prompts, data, "prompts")
-        if len(found) != len(files):
+        texts = load(prompts, data, "prompts")
+        if len(texts) != len(files):
             raise DataError(
-                f"prompts={prompts} has {len(found)} prompts for the {len(files)} images of images={images}: give one "
+                f"prompts={prompts} has {len(texts)} prompts for the {len(files)} images of images={images}: give one "
                 "per image, in the order of their names, or prompt=TEXT for all"
             )
-    return [Item(file, file.name, text) for file, text in zip(files, found, strict=True)]
+    return [Item(file, file.name, text) for file, text in zip(files, texts, strict=True)]
 
 
 def _natural(name: str) -> list[str | int]:
@@ -247,11 +247,11 @@ def load_rgb(item: Item) -> Image.Image:
 
 def groups_of(items: Sequence[Item]) -> list[list[int]]:
     """Return the indices of each group: images whose prompts are equal in text and columns, as in training."""
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for i, item in enumerate(items):
         row = [item.prompt.text, item.prompt.metadata]
-        found.setdefault(json.dumps(row, sort_keys=True, default=str), []).append(i)
-    return list(found.values())
+        groups.setdefault(json.dumps(row, sort_keys=True, default=str), []).append(i)
+    return list(groups.values())
 
 
 def describe_groups(items: Sequence[Item], groups: Sequence[Sequence[int]], scorers: Collection[str]) -> None:
@@ -369,9 +369,9 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
         if images:
             ids = {i: number for number, members in enumerate(groups_of(items)) for i in members}
             write(request, reward, [images[i] for i in sorted(images)], [ids[i] for i in sorted(images)])
-    found = [images[i] for i in range(len(items))]
-    check_any_scored(found)
-    return found
+    images_scored = [images[i] for i in range(len(items))]
+    check_any_scored(images_scored)
+    return images_scored
 
 
 def parse(arguments: Sequence[str]) -> tuple[Request, Config]:

@@ -81,8 +81,8 @@ class ReplayFleet(LocalFleet):
     def accumulate(self, credit: Credit, num_pairs: int, kl: KLWeight) -> UpdateStats:
         worker, stats, gradients = self.worker, UpdateStats(), list[torch.Tensor]()
         pooled = pooled_sum(self.in_turn(lambda: worker.pool(credit, None, kl))) if self.pools else None
-        for found in self.in_turn(lambda: worker.accumulate(credit, num_pairs, pooled, None, kl)):
-            stats += found
+        for added in self.in_turn(lambda: worker.accumulate(credit, num_pairs, pooled, None, kl)):
+            stats += added
             if len(self.parts) > 1:
                 gradients.append(worker.actor.flat_gradient())
                 worker.actor.optimizer.zero_grad(set_to_none=True)
@@ -142,16 +142,16 @@ def in_one_process(
 
     `device`: of the run; without a GPU here the CPU takes its place.
     """
-    found: dict[str, Any] = deepcopy(dict(settings))
+    values: dict[str, Any] = deepcopy(dict(settings))
     here = device if device == "cpu" or torch.cuda.is_available() else "cpu"
     facts = {"device": here if device else None, "threads_per_worker": threads}
-    found["cluster"] |= {**ALONE, **{name: value for name, value in facts.items() if value is not None}}
-    found["model"] |= {"shard": "none"} | ({} if dtype is None else {"dtype": dtype})
-    found["trainer"] |= {"steps": steps, "epochs": None}  # the learning rates are those of the run
-    found["rollout"]["service"] = {}  # its images are in the dump
-    for scorer in found["reward"]["scorers"].values():
+    values["cluster"] |= {**ALONE, **{name: value for name, value in facts.items() if value is not None}}
+    values["model"] |= {"shard": "none"} | ({} if dtype is None else {"dtype": dtype})
+    values["trainer"] |= {"steps": steps, "epochs": None}  # the learning rates are those of the run
+    values["rollout"]["service"] = {}  # its images are in the dump
+    for scorer in values["reward"]["scorers"].values():
         scorer["env"] = {}  # needs processes; no scorer runs but those that the worker differentiates
-    return found
+    return values
 
 
 def load_worker(config: Config, cluster: Cluster) -> tuple[PolicyWorker, ModelFacts]:

@@ -147,11 +147,11 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             check_images([*used_first(config, inputs, done), *held_out])
             for sentence in filter(None, [folder.composed.sampler, folder.composed.kept, inputs.kept]):
                 logger.info("%s", sentence)
-            if found := secrets(asdict(config)):
+            if secret_keys := secrets(asdict(config)):
                 logger.warning(
                     "the secret in %s is stored in config.yaml and in the checkpoints' state.json, and nowhere "
                     "else: share only the lora folders of %s; ${oc.env:NAME} keeps it out of command lines",
-                    *(" and ".join(found), run_dir),
+                    *(" and ".join(secret_keys), run_dir),
                 )
             logger.info("run folder: %s", run_dir)
             logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(run_dir))
@@ -166,8 +166,8 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
 
 def warn_resumed(config: Config, folder: RunFolder, prompts: Sequence[Prompt]) -> None:
     """Warn of a resumed run whose numbers are not those of an undisturbed one: other software, another schedule."""
-    if found := changed_software(folder.path):
-        logger.warning("resumed with %s: later steps are not bitwise those of an undisturbed run", ", ".join(found))
+    if packages := changed_software(folder.path):
+        logger.warning("resumed with %s: later steps are not bitwise those of an undisturbed run", ", ".join(packages))
     before = {change.key.partition(".")[2]: change.old for change in folder.changes if change.key in LENGTH}
     earlier = replace(config, trainer=replace(config.trainer, **before))
     total, planned = planned_steps(earlier, prompts), planned_steps(config, prompts)
@@ -184,11 +184,11 @@ def used_first(config: Config, inputs: Inputs, start: int) -> list[Prompt]:
     schedule = prompt_schedule(config, inputs.prompts)
     steps = range(start, min(planned_steps(config, inputs.prompts), start + schedule.steps_per_epoch))
     chosen = sorted({i for step in steps for i in schedule.batch(step)})
-    found = [inputs.prompts[i] for i in chosen]
+    used = [inputs.prompts[i] for i in chosen]
     if inputs.regularising:
         images = {p.id: p for step in steps for p in plan_images(config, inputs.regularising, step + 1)}
-        found += images.values()
-    return found
+        used += images.values()
+    return used
 
 
 def epochs_words(config: Config, prompts: Sequence[Prompt]) -> str:

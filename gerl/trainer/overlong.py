@@ -19,10 +19,10 @@ def without_overlong(
     """Log truncated prompts; return those that `data.overlong` keeps, or raise `DataError`. `ranks`: in lockstep."""
     texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))
     calls = [fleet.workers.submit(rank, cut_prompts, texts, prompts[0]) for rank in range(ranks)]
-    found, *_ = [call.result() for call in calls]
-    for sentence in sentences(found, texts):
+    report, *_ = [call.result() for call in calls]
+    for sentence in sentences(report, texts):
         logger.warning("%s", sentence)
-    lost = {texts[i] for i in found.lost}
+    lost = {texts[i] for i in report.lost}
     if not lost or config.data.overlong == "truncate":
         return list(prompts), list(held_out)
     if config.data.overlong == "error":
@@ -49,12 +49,12 @@ def cut_prompts(worker: PolicyWorker, prompts: Sequence[str], like: Prompt) -> C
         return worker.rollout.cut_prompts(prompts, like, encoded_folder(worker.config, worker.device))
 
 
-def sentences(found: CutPrompts, texts: Sequence[str]) -> list[str]:
+def sentences(report: CutPrompts, texts: Sequence[str]) -> list[str]:
     """Return a sentence per tokenizer that truncates some of `texts`."""
-    whole = found.tokenizers - len(found.by_tokenizer)
+    whole = report.tokenizers - len(report.by_tokenizer)
     rest = f"; {whole} other(s) read them in full" if whole else ""
     return [
         f"{len(cut)} of {len(texts)} prompts exceed the {most} tokens that {name} reads, and are truncated: the "
         f"first is {texts[cut[0]]!r:.100}{rest}"
-        for name, (most, cut) in found.by_tokenizer.items()
+        for name, (most, cut) in report.by_tokenizer.items()
     ]

@@ -87,17 +87,17 @@ def run(request: Request, overrides: Sequence[str] = ()) -> "Comparison":
 
     dump = read_dump(request.dump)
     with only_typed(None if request.trust else typed_texts(overrides)), loaded(dump, overrides) as step:
-        found = compare(step, step.train(), given)
-    logger.info("%s", found.text(dump))
+        comparison = compare(step, step.train(), given)
+    logger.info("%s", comparison.text(dump))
     if out is not None:
-        write_file(out, json.dumps(finite(asdict(found)), indent=1) + "\n")
-    if wrong := found.beyond:
+        write_file(out, json.dumps(finite(asdict(comparison)), indent=1) + "\n")
+    if wrong := comparison.beyond:
         names = ", ".join(number.name for number in wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
         raise TrainingError(
-            f"the replay of step {dump.record.step} differs from the run by more than tolerance={found.tolerance:g}: "
-            f"{names}"
+            f"the replay of step {dump.record.step} differs from the run by more than "
+            f"tolerance={comparison.tolerance:g}: {names}"
         )
-    return found
+    return comparison
 
 
 def check_file(dump: Path) -> None:
@@ -105,8 +105,8 @@ def check_file(dump: Path) -> None:
     if dump.is_file() and dump.suffix in (".json", ".safetensors"):
         return
     folders = [dump / "dumps", dump, dump.parent] if dump.is_dir() else [dump.parent]
-    found = sorted((path for folder in folders for path in folder.glob("step_*.json")), key=lambda path: len(path.name))
-    there = f"such as {found[0]}" if found else "RUN/dumps/step_K.json of a run with trainer.dump"
+    dumps = sorted((path for folder in folders for path in folder.glob("step_*.json")), key=lambda path: len(path.name))
+    there = f"such as {dumps[0]}" if dumps else "RUN/dumps/step_K.json of a run with trainer.dump"
     what = "is a folder" if dump.is_dir() else "is not a dump" if dump.is_file() else "does not exist"
     raise ConfigError(f"dump={dump} {what}: give a file of a dumped step, {there}")
 
@@ -222,24 +222,24 @@ def difference(name: str, run: float | None, replay: float | None) -> float:
     return 0.0 if run == replay else abs(run - replay) / max(abs(run), abs(replay), floor)
 
 
-def compare(step: "DumpedStep", found: "Replayed", tolerance: float | None = None) -> Comparison:
+def compare(step: "DumpedStep", replayed: "Replayed", tolerance: float | None = None) -> Comparison:
     """Compare a replay with what the run measured."""
     from gerl.run.dump import CREDIT  # imports torch
 
     record = step.dump.record
     measured = sorted(record.metrics.items(), key=lambda item: place(item[0]))
     numbers = [
-        Number(name, value, found.metrics.get(name), difference(name, value, found.metrics.get(name)))
+        Number(name, value, replayed.metrics.get(name), difference(name, value, replayed.metrics.get(name)))
         for name, value in measured
-        if name in found.metrics
+        if name in replayed.metrics
     ]
-    numbers.append(distance(CREDIT, step.dump.tensor(CREDIT), found.credit))
-    if (recorded := step.recorded_gradient()) is not None and found.gradient is not None:
-        numbers.append(distance("gradient", recorded, found.gradient))
-    weights = None if None in (record.weights, found.weights) else record.weights == found.weights
-    given = default_tolerance(found.environment.dtype) if tolerance is None else tolerance
-    differing = found.environment.differences(record.environment)
-    return Comparison(record.step, numbers, weights, differing, found.processes, given)
+    numbers.append(distance(CREDIT, step.dump.tensor(CREDIT), replayed.credit))
+    if (recorded := step.recorded_gradient()) is not None and replayed.gradient is not None:
+        numbers.append(distance("gradient", recorded, replayed.gradient))
+    weights = None if None in (record.weights, replayed.weights) else record.weights == replayed.weights
+    given = default_tolerance(replayed.environment.dtype) if tolerance is None else tolerance
+    differing = replayed.environment.differences(record.environment)
+    return Comparison(record.step, numbers, weights, differing, replayed.processes, given)
 
 
 def place(name: str) -> int:

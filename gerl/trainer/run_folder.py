@@ -73,19 +73,19 @@ def identity(config: Config) -> dict[str, str]:
     """Return the digests of prompts and algorithm file by key; a resumed run must have those of its checkpoint."""
     prompts = (config.data.train, config.validation.data, config.data.regularise)
     named = {key: value for key, value in zip(CONTENT, prompts, strict=False) if value and value != HELD_OUT}
-    found = {key: digest(value, config.data, key) for key, value in named.items()}
+    digests = {key: digest(value, config.data, key) for key, value in named.items()}
     if config.validation.data == HELD_OUT and config.data.train:  # it decides which of its prompts are trained on
-        found["data.train"] += f" without {config.validation.share:g}"
+        digests["data.train"] += f" without {config.validation.share:g}"
     if (path := config.algorithm.path) is not None and (text := ALGORITHMS.text(path)):
-        found["algorithm.path"] = hashlib.sha256(text).hexdigest()
-    return found
+        digests["algorithm.path"] = hashlib.sha256(text).hexdigest()
+    return digests
 
 
-def check_identity(checkpoint: Checkpoint, found: dict[str, str]) -> None:
+def check_identity(checkpoint: Checkpoint, digests: dict[str, str]) -> None:
     """Raise `CheckpointError` if a digest differs from the checkpoint's; digests it lacks are not compared."""
     saved = checkpoint.state.get("identity")
     known = saved if isinstance(saved, dict) else {}
-    changed = [key for key, value in found.items() if known.get(key, value) != value]
+    changed = [key for key, value in digests.items() if known.get(key, value) != value]
     if changed:
         raise CheckpointError(
             f"{checkpoint.path} cannot be resumed: the content of {' and '.join(changed)} has changed since then; "
@@ -284,10 +284,10 @@ def _place(asked: ParsedCommand) -> tuple[Path | None, Path | None]:
     if asked.resume == "auto":
         run_dir, looked = asked.run_dir, asked.run_dir if asked.one_folder else asked.run_dir.parent
         exists = bool(checkpoint_paths(run_dir / "checkpoints")) or alive_since(run_dir) is not None
-        found = (run_dir if exists else None) if asked.one_folder else find_run_to_resume(looked)
-        if found is None:
+        folder = (run_dir if exists else None) if asked.one_folder else find_run_to_resume(looked)
+        if folder is None:
             logger.info("nothing to resume in %s: starting a new run", looked)
-        return found, None
+        return folder, None
     path = Path(asked.resume).expanduser()
     if any((path / name).exists() for name in (MANIFEST, STATE)):
         return path.resolve().parents[1], path
@@ -332,7 +332,7 @@ def _resumed(
     checkpoint = start or newest
     state = RunState.of(checkpoint)
     before = state.settings or settings
-    found = changes(before, settings_of(config))
+    changed = changes(before, settings_of(config))
     steps = _planned_steps(config)
     if start is not None and steps < state.step:
         key = "steps" if steps == config.trainer.steps else "epochs"
@@ -344,15 +344,15 @@ def _resumed(
     reached = start is not None and state.step > 0 and goal is not None and goal.reached(state.val_metrics)
     if start is not None and (steps == state.step or reached) and not state.unlogged:
         words = goal.words(state.val_metrics) if goal is not None and reached else ""
-        _say_finished(run_dir, state.step, found, config.trainer.epochs, words)
+        _say_finished(run_dir, state.step, changed, config.trainer.epochs, words)
         return None
     digests = identity(config)
-    _refuse(found, checkpoint.path, state.identity, digests)
+    _refuse(changed, checkpoint.path, state.identity, digests)
     check_identity(checkpoint, digests)
     if asked.given & {"experiment", "algorithm"}:
         _log_kept_values(config, asked)
     old = yaml.safe_dump({"experiment": experiment, "preset": preset, **before}, sort_keys=False, allow_unicode=True)
-    return RunFolder(Composed(config, experiment, run_dir, preset), lock, start, found, old, start is None)
+    return RunFolder(Composed(config, experiment, run_dir, preset), lock, start, changed, old, start is None)
 
 
 def _start(run_dir: Path, newest: Checkpoint, config: Config) -> Checkpoint | None:
@@ -434,10 +434,10 @@ def _check_choices(asked: ParsedCommand, file: Path, experiment: str, preset: st
             )
 
 
-def _refuse(found: Sequence[Change], path: Path, saved: Mapping[str, str], digests: Mapping[str, str]) -> None:
+def _refuse(changed: Sequence[Change], path: Path, saved: Mapping[str, str], digests: Mapping[str, str]) -> None:
     """Raise `ConfigError` if a changed key is fixed for the lifetime of a run."""
     reasons = []
-    for change in found:
+    for change in changed:
         if change.key in CONTENT:
             digest, before = digests.get(change.key), saved.get(change.key)
             if None not in (digest, before) and digest != before:  # held-out prompts may be added and removed
@@ -458,7 +458,7 @@ def _is_moved_model(change: Change) -> bool:
     return not Path(change.old).expanduser().exists() and Path(str(change.new)).expanduser().exists()
 
 
-def _say_finished(run_dir: Path, step: int, found: Sequence[Change], epochs: int | None, goal: str) -> None:
+def _say_finished(run_dir: Path, step: int, changed: Sequence[Change], epochs: int | None, goal: str) -> None:
     """Log that a run is finished; raises `ConfigError` if a requested change can no longer take effect.
 
     `epochs`: `trainer.epochs`. `goal`: why it is finished, if not by its last step.
@@ -468,7 +468,7 @@ def _say_finished(run_dir: Path, step: int, found: Sequence[Change], epochs: int
         more += f", and trainer.epochs above {epochs}"
     if goal:
         more = f"{goal}; to train further set another limit, or trainer.stop_at={{}}"
-    late = [str(c) for c in found if c.key not in ENDS and c.key.split(".")[0] not in HARMLESS]
+    late = [str(c) for c in changed if c.key not in ENDS and c.key.split(".")[0] not in HARMLESS]
     if late:
         raise ConfigError(f"{run_dir} is finished at step {step}, too late for {', '.join(late)}; {more}")
     logger.info("%s is finished at step %d: there is nothing left to do; %s", run_dir, step, more)

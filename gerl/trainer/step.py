@@ -127,13 +127,13 @@ def reward_metrics(scores: Scores, config: RewardConfig, validation: bool = Fals
 
 def _by_source(scores: Scores) -> Metrics:
     """Return the mean total of each `data_source` of the held-out prompts, if there are several."""
-    found: dict[str, list[float | None]] = {}
+    by_source: dict[str, list[float | None]] = {}
     for sample, total, failures in zip(scores.samples, scores.totals, scores.failures, strict=True):
         if total is None and not failures:  # no scorer applies
             continue
         if (source := sample.prompt.metadata.get(DATA_SOURCE)) is not None:
-            found.setdefault(metric_name(source), []).append(total)
-    means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
+            by_source.setdefault(metric_name(source), []).append(total)
+    means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in by_source.items()}
     return means if len(means) > 1 else {}
 
 
@@ -149,8 +149,8 @@ def _is_whole(scores: Scores, config: RewardConfig, column: str, values: Sequenc
 def _attempts(key: str, scores: Scores, values: Sequence[float | None], success: float | None) -> Metrics:
     """Return the mean of each column of `gerl.run.attempts`, and the 95 % interval of the success rate."""
     metrics: Metrics = {}
-    for name, found in attempts([sample.prompt.id for sample in scores.samples], values, success).items():
-        e = found.estimate()
+    for name, rates in attempts([sample.prompt.id for sample in scores.samples], values, success).items():
+        e = rates.estimate()
         metrics[f"{key}/{name}"] = e.mean
         if name == SUCCESS and not math.isnan(e.low):
             metrics |= {f"{key}/{name}_low": e.low, f"{key}/{name}_high": e.high}
@@ -218,13 +218,13 @@ def column(scores: Scores, name: str, rows: Sequence[int]) -> torch.Tensor:
 
 def _diversity(algorithm: ShapedConfig, scores: Scores, rows: Sequence[int]) -> torch.Tensor:
     """Return each image's dissimilarity to the rest of its group, `[B]`; raises `RewardError` if one is missing."""
-    found = column(scores, algorithm.diversity_scorer, rows)
-    if missing := int(found.isnan().sum()):
+    diversity = column(scores, algorithm.diversity_scorer, rows)
+    if missing := int(diversity.isnan().sum()):
         raise RewardError(
             f"algorithm.diversity={algorithm.diversity}: {algorithm.diversity_scorer} has no score for {missing} "
             f"of the step's {len(rows)} images; see the log for the reason, or use algorithm.diversity=none"
         )
-    return found.float()
+    return diversity.float()
 
 
 def _counted(scorer: ScorerConfig, scores: Sequence[float | None], ids: torch.Tensor) -> torch.Tensor:

@@ -182,12 +182,12 @@ def _choices(override: Override) -> list[str]:
     """Expand an argument with several values into one argument each; of more than `MOST_TRIED` the first and last."""
     value = override.value()
     if isinstance(value, IntervalSweep):
-        found = [str(value.start), str(value.end)]
+        values = [str(value.start), str(value.end)]
     else:
-        found = list(override.sweep_string_iterator())
-    if len(found) > MOST_TRIED:
-        found = [found[0], found[-1]]
-    return [f"{override.get_key_element()}={each}" for each in found]
+        values = list(override.sweep_string_iterator())
+    if len(values) > MOST_TRIED:
+        values = [values[0], values[-1]]
+    return [f"{override.get_key_element()}={each}" for each in values]
 
 
 def _check_choices(plan: Plan) -> None:
@@ -371,12 +371,12 @@ def result(run_dir: Path) -> dict[str, Any]:
         rows = read_metrics(run_dir / METRICS)
     except GerlError:  # a damaged file must not hide the other runs
         rows = []
-    found: dict[str, list[tuple[float, int]]] = {HELD_OUT: [], TRAINED: []}
-    for name, values in found.items():
+    points: dict[str, list[tuple[float, int]]] = {HELD_OUT: [], TRAINED: []}
+    for name, values in points.items():
         known = ((row.get(name), row["step"]) for row in rows)
         values += [(float(v), step) for v, step in known if isinstance(v, int | float) and math.isfinite(v)]
-    reward = next((name for name, values in found.items() if values), None)
-    measured = found[reward] if reward else []
+    reward = next((name for name, values in points.items() if values), None)
+    measured = points[reward] if reward else []
     best, step = max(measured, default=(None, None))
     return {"final": measured[-1][0] if measured else None, "best": best, "best_step": step, "reward": reward}
 

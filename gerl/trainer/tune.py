@@ -232,8 +232,8 @@ class Search:
                 raise ConfigError(f"{file} cannot be read ({reason(error)}): repair it, or choose a new out") from None
             if changed := [name for name, value in known["request"].items() if asked.get(name) != value]:
                 raise ConfigError(f"out={self.folder}: there {', '.join(changed)} were others; choose a new folder")
-            for found in known["results"]:
-                self.results[Trial(found.preset, found.rate, found.round).name] = found
+            for result in known["results"]:
+                self.results[Trial(result.preset, result.rate, result.round).name] = result
             logger.info("resumed the search in %s after %d trials", self.folder, len(self.results))
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise ConfigError(f"out={self.folder}: the folder is not empty and has no {RESULTS}; choose another")
@@ -242,7 +242,7 @@ class Search:
 
     def save(self) -> None:
         """Write the results and the report."""
-        content = {"request": asdict(self.request), "results": [asdict(found) for found in self.results.values()]}
+        content = {"request": asdict(self.request), "results": [asdict(result) for result in self.results.values()]}
         write_file(self.folder / RESULTS, json.dumps(content, indent=2) + "\n")
         write_file(self.folder / REPORT, self.report())
 
@@ -252,7 +252,7 @@ class Search:
         screened = [
             self.measure(Trial(preset, first, 0), SCREEN_STEPS, SCREEN_STEPS) for preset in self.request.presets
         ]
-        able = [found for found in screened if not found.error]
+        able = [result for result in screened if not result.error]
         if not able:
             raise TrainingError(f"no preset can train here: {screened[0].preset}: {screened[0].error}")
         for trials, budget in self.rounds(able):
@@ -270,8 +270,8 @@ class Search:
         """Yield the trials of each round and the budget of each trial; the results of a round decide the next."""
         middle = (len(self.request.rates) - 1) // 2  # of two the first
         rates = sorted(self.request.rates, key=lambda rate: abs(self.request.rates.index(rate) - middle))
-        candidates = [(found.preset, rate) for rate, found in product(rates, able)]
-        per_step = {found.preset: found.per_step for found in able}
+        candidates = [(result.preset, rate) for rate, result in product(rates, able)]
+        per_step = {result.preset: result.per_step for result in able}
         chosen = affordable(candidates, per_step, self.left(1))
         if len(chosen) < len(candidates):
             tried = ", ".join(f"{preset} with {rate}" for preset, rate in chosen)
@@ -288,11 +288,11 @@ class Search:
 
     def left(self, number: int) -> float:
         """Return the budget that the rounds before `number` left."""
-        return self.request.budget - sum(found.cost for found in self.results.values() if found.round < number)
+        return self.request.budget - sum(result.cost for result in self.results.values() if result.round < number)
 
     def latest(self, preset: str) -> Result:
         """Return the preset's latest trial that trained."""
-        return [found for found in self.results.values() if found.preset == preset and found.per_step][-1]
+        return [result for result in self.results.values() if result.preset == preset and result.per_step][-1]
 
     def steps(self, trial: Trial, budget: float) -> int:
         """Return the number of trainer steps that `budget` allows, `FEWEST_STEPS` at least."""
@@ -316,8 +316,8 @@ class Search:
     @property
     def best(self) -> Result | None:
         """The trial with the best held-out reward of all rounds; a longer trial of a later round may end lower."""
-        known = [found for found in self.results.values() if found.reward is not None]
-        return max(known, key=lambda found: (found.reward, found.round), default=None)
+        known = [result for result in self.results.values() if result.reward is not None]
+        return max(known, key=lambda result: (result.reward, result.round), default=None)
 
     def measure(self, trial: Trial, steps: int, every: int) -> Result:
         """Run a trial with a validation every so many steps, or return its result if it is known."""
@@ -397,13 +397,13 @@ class Search:
     def report(self) -> str:
         """Render the page: the trials of each round, and why they were dropped."""
         results = sorted(self.results.values(), key=lambda r: (r.round, -(r.reward if r.reward is not None else -1e9)))
-        last = max((found.round for found in results), default=0)
+        last = max((result.round for result in results), default=0)
         rounds = []
-        for number in sorted({0, *(found.round for found in results)}):
-            own = [found for found in results if found.round == number]
-            rounds.append({"number": number, "trials": [(found, self.verdict(found, last)) for found in own]})
+        for number in sorted({0, *(result.round for result in results)}):
+            own = [result for result in results if result.round == number]
+            rounds.append({"number": number, "trials": [(result, self.verdict(result, last)) for result in own]})
         gain = None if self.best is None else self.gain(self.best)
-        spent = sum(found.cost for found in results)
+        spent = sum(result.cost for result in results)
         return render(
             "tune.html.j2",
             title="gerl tune",
@@ -416,7 +416,7 @@ class Search:
             budget=self.shown(self.request.budget),
             shown=self.shown,
             folder=TRIALS,
-            name=lambda found: Trial(found.preset, found.rate, found.round).name,
+            name=lambda result: Trial(result.preset, result.rate, result.round).name,
         )
 
     def shown(self, cost: float) -> str:

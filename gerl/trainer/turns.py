@@ -70,15 +70,15 @@ class Turns:
 
     def following(self, number: int, scores: Scores, pixels: Sequence[np.ndarray], rows: Sequence[int]) -> list[Prompt]:
         """Return the prompts of turn `number`, which start from the images `rows` of the turn before."""
-        found, states = list[Prompt](), dict[int, int]()
+        following, states = list[Prompt](), dict[int, int]()
         for row in rows:
             prompt = scores.samples[row].prompt
             states[prompt.id] = states.get(prompt.id, -1) + 1
             known = {name: v for name, values in scores.by_scorer.items() if (v := values[row]) is not None}
             request = self.requests[number](prompt, pixels[row], known)
             turn = Turn(number, self.parsed[number].role, request, pixels[row], states[prompt.id])
-            found.append(replace(prompt, turn=turn))
-        return found
+            following.append(replace(prompt, turn=turn))
+        return following
 
 
 def written(dispatch: Dispatch, batches: Sequence[Sequence[Sample]]) -> list[str]:
@@ -116,15 +116,15 @@ def request_of(turn: TurnConfig, number: int, text: bool) -> Request:
         picture = None if image is None else Image.fromarray(still(image) if image.ndim == 4 else image)
         known = {"prompt": prompt.text, "image": picture, "scores": dict(scores), "metadata": prompt.metadata}
         try:
-            found = function(**{name: value for name, value in known.items() if name in parameters})
+            text = function(**{name: value for name, value in known.items() if name in parameters})
         except Exception as error:  # of the user's code
             what = f"{type(error).__name__}: {error}{raised_at(error, path)}"
             raise ConfigError(f"{key}={request}: it failed for the prompt {prompt.text!r:.80} with {what}") from error
-        if not isinstance(found, str) or not found.strip():
+        if not isinstance(text, str) or not text.strip():
             raise ConfigError(
-                f"{key}={request}: it returned {found!r:.80} for the prompt {prompt.text!r:.80}; return a text"
+                f"{key}={request}: it returned {text!r:.80} for the prompt {prompt.text!r:.80}; return a text"
             )
-        return found
+        return text
 
     return ask
 

@@ -82,14 +82,14 @@ class Update:
         def compare(kept: Sequence[str], reorder: bool) -> GradientComparison | None:
             return worst(self.fleet.on_credit(compare_gradient, credit, pairs, kl, kept=kept, reorder=reorder))
 
-        found = check_gradient(compare, LARGEST[self.half_precision])
+        checked = check_gradient(compare, LARGEST[self.half_precision])
         self.state.checked = self.settings
-        if found is None or (found.is_zero and found.switches):
+        if checked is None or (checked.is_zero and checked.switches):
             return {}
-        logger.info("%s%s", self.prefix, found.text)
-        if not found.switches:
+        logger.info("%s%s", self.prefix, checked.text)
+        if not checked.switches:
             return {}
-        return {"actor/gradient_cosine": found.cosine, "actor/gradient_norm_ratio": found.norm}
+        return {"actor/gradient_cosine": checked.cosine, "actor/gradient_norm_ratio": checked.norm}
 
     def _run(self, step: Step) -> Metrics:
         assert step.credit is not None
@@ -183,13 +183,13 @@ class Update:
             raise TrainingError(self.prefix + problem)
         if not result.applied:
             self.state.nonfinite += 1
-            found = self.state.nonfinite
+            skipped = self.state.nonfinite
             if not self.state.policy_version:
                 raise TrainingError(f"{self.prefix}the gradient of the first update is {NOT_FINITE}")
-            logger.warning("%supdate skipped: its gradient is not finite (%d so far)", self.prefix, found)
-            if found > MAX_NONFINITE:
+            logger.warning("%supdate skipped: its gradient is not finite (%d so far)", self.prefix, skipped)
+            if skipped > MAX_NONFINITE:
                 raise TrainingError(
-                    f"{self.prefix}{found} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
+                    f"{self.prefix}{skipped} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
                 )
 
 
@@ -286,13 +286,13 @@ def dataset_credit(
 def _end_metrics(ends: Sequence[StepResult], images: int) -> Metrics:
     """Return the share of blank images among `images`, the denoiser's evaluations and the peak GPU memory of a step."""
     memory = [end.memory_gb for end in ends if end.memory_gb is not None]
-    found = {
+    metrics = {
         "health/blank_fraction": sum(end.blank for end in ends) / images,
         "evaluations/images": float(images),
         "evaluations/forward": float(sum(end.forward for end in ends)),
         "evaluations/backward": float(sum(end.backward for end in ends)),
     }
-    return found | ({"gpu/memory_gb": max(memory)} if memory else {})
+    return metrics | ({"gpu/memory_gb": max(memory)} if memory else {})
 
 
 def weights_problem(largest: float, lr: float) -> str | None:

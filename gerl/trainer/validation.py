@@ -110,8 +110,8 @@ def _sampled(
     rollout = PendingRollout(run.rewards, batches, dispatch, hang_after, held_out=True, progress=bar.update)
     with waiting(what, run.rollouts.progress_of(rollout)), bar:
         tables = rollout.finish()
-    for found in tables:
-        scores.add(found)
+    for table in tables:
+        scores.add(table)
     return scores, rollout.images
 
 
@@ -142,8 +142,8 @@ def _conclude(
     if config.validation.keep is not None:
         criterion, success = Criterion.parse(config.checkpoint.best), thresholds(config.reward)
 
-        def rank(found: Validation) -> float | None:
-            value = held_out_metric(found, criterion.metric, success)
+        def rank(validation: Validation) -> float | None:
+            value = held_out_metric(validation, criterion.metric, success)
             return None if value is None else criterion.rank(value)
 
         remove_images(folder, config.validation.keep, rank)
@@ -173,16 +173,16 @@ def chosen_pixels(
     sampled: Sequence[Pending[Images]], batches: Sequence[Sequence[Sample]], shown: Sequence[int]
 ) -> tuple[list[np.ndarray], Looks]:
     """Return the uint8 pixels of the images `shown` (ascending), and the statistics of all sampled images."""
-    found: list[np.ndarray] = []
+    copies: list[np.ndarray] = []
     looks: list[Looks] = []
     start = 0
     for pending, batch in zip(sampled, batches, strict=True):
         images = pending.result()
         first, last = bisect_left(shown, start), bisect_left(shown, start + len(batch))
-        found += [np.array(images.pixels[i - start]) for i in shown[first:last]]  # copies
+        copies += [np.array(images.pixels[i - start]) for i in shown[first:last]]  # copies
         looks.append(images.statistics or {})
         start += len(batch)
-    return found, {name: np.concatenate([part[name] for part in looks]) for name in looks[0]}
+    return copies, {name: np.concatenate([part[name] for part in looks]) for name in looks[0]}
 
 
 def keep_images(
@@ -271,10 +271,10 @@ def gain_metrics(gains: Mapping[str, Estimate]) -> Metrics:
 
 def _columns(looks: Looks, ids: Sequence[int]) -> Looks:
     """Return the image statistics, with the dissimilarity of the images in place of their thumbnails."""
-    found = dict(looks)
-    if (thumbnails := found.pop("thumbnail", None)) is not None:
-        found["unlike_own"], found["unlike_others"] = unlikeness(thumbnails, ids)
-    return {name: values for name, values in found.items() if np.isfinite(values).any()}
+    columns = dict(looks)
+    if (thumbnails := columns.pop("thumbnail", None)) is not None:
+        columns["unlike_own"], columns["unlike_others"] = unlikeness(thumbnails, ids)
+    return {name: values for name, values in columns.items() if np.isfinite(values).any()}
 
 
 def training_sheet(

@@ -22,19 +22,19 @@ def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str
 
     Raises `DataError` beginning with `where` for a file that is missing or, by its header, not an image.
     """
-    found = dict(metadata)
+    row = dict(metadata)
     for name in COLUMNS:
         value = metadata.get(name)
         if isinstance(value, str):
-            found[name] = absolute_picture(value, folder, f"{where} has {name}={value!r}")
+            row[name] = absolute_picture(value, folder, f"{where} has {name}={value!r}")
         elif value is not None:
             if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
                 raise DataError(
                     f"{where} has {name}={value!r:.80}: expected the path of an image or a list of paths; rename "
                     "the column if it is not for the pipeline"
                 )
-            found[name] = [absolute_picture(part, folder, f"{where} has {part!r} in {name}") for part in value]
-    return found
+            row[name] = [absolute_picture(part, folder, f"{where} has {part!r} in {name}") for part in value]
+    return row
 
 
 def absolute_picture(value: str, folder: Path, what: str) -> str:
@@ -85,13 +85,13 @@ def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | l
     named = {name: prompt.metadata[name] for name in COLUMNS if name in accepted and prompt.metadata.get(name)}
     image = None if prompt.turn is None else prompt.turn.image
     try:
-        found: dict[str, Image.Image | list[Image.Image]] = {
+        arguments: dict[str, Image.Image | list[Image.Image]] = {
             name: read_picture(value) if isinstance(value, str) else References(map(read_picture, value))
             for name, value in named.items()
         }
     except DataError as error:
         raise DataError(f"prompt {prompt.id} {prompt.text!r:.80}: {error}") from None
-    return found if image is None else found | {COLUMNS[0]: Image.fromarray(image)}
+    return arguments if image is None else arguments | {COLUMNS[0]: Image.fromarray(image)}
 
 
 def read_picture(path: str | Path) -> Image.Image:

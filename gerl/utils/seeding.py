@@ -117,10 +117,10 @@ def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
     """Return how torch's generators are read and written, those of GPUs if they are in use."""
     if "torch" not in sys.modules:
         return []
-    found: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(torch.get_rng_state, torch.set_rng_state)]
+    generators: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(torch.get_rng_state, torch.set_rng_state)]
     if torch.cuda.is_initialized():
-        found.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-    return found
+        generators.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    return generators
 
 
 def _value(read: Callable[[], Any]) -> Any:

@@ -64,15 +64,15 @@ def check_data(run: RunRecord) -> Check:
     """Compare the digests of the prompts, and of an algorithm of the user, with the recorded ones."""
     recorded = identities(run)
     try:
-        found = identity(run.newest)
+        digests = identity(run.newest)
     except DataError as error:
         raise NotCheckedError(str(error)) from None
     tally = Tally()
     for where, values in recorded.items():
-        for key, value in found.items():
+        for key, value in digests.items():
             if key in values:
                 tally.compare(where, key, values[key], value)
-    return tally.result("data", f"SHA-256 of {' and '.join(found)}")
+    return tally.result("data", f"SHA-256 of {' and '.join(digests)}")
 
 
 def identities(run: RunRecord) -> dict[str, dict[str, str]]:
@@ -210,8 +210,8 @@ def check_plan(run: RunRecord, lost: set[str] | None) -> Check:
         if (step := row["step"]) and (recorded := row.get("evaluations/images")) is not None:
             sizes = [sum(len(task.samples) for task in tasks) for tasks in planner.rounds(step, sampled=True)]
             planned = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-            found = recorded if recorded in planned else planned[0]
-            tally.compare(METRICS, "evaluations/images", recorded, found, step, "planned")
+            expected = recorded if recorded in planned else planned[0]
+            tally.compare(METRICS, "evaluations/images", recorded, expected, step, "planned")
     for step, dump in run.dumps.items():
         planned_tasks = [task for tasks in planner.rounds(step) for task in tasks]
         _compare_tasks(tally, relative(run, dump.path), step, dump.record.tasks, planned_tasks)
@@ -231,14 +231,14 @@ class Planner:
         if (file := self.run.file_of(step)) not in self._plans:
             imitated = self.run.imitated if config.data.regularise is not None else []
             self._plans[file] = Plan(config, self.prompts, (), imitated)
-        plan, found = self._plans[file], list[list[RolloutTask]]()
+        plan, rounds = self._plans[file], list[list[RolloutTask]]()
         algorithm, state = build_algorithm(config), RunState()
         for attempt in range(config.algorithm.dynamic_sampling + 1):
             prompts = plan.prompts_of(step, attempt)
-            tasks = plan.tasks(algorithm, state, prompts, step, attempt, sum(map(len, found)))
+            tasks = plan.tasks(algorithm, state, prompts, step, attempt, sum(map(len, rounds)))
             beside = sampled and config.data.regularise is not None
-            found.append([t for t in tasks if not (beside and t.samples[0].dataset_image)])
-        return found
+            rounds.append([t for t in tasks if not (beside and t.samples[0].dataset_image)])
+        return rounds
 
 
 def _compare_tasks(
@@ -263,11 +263,11 @@ def _compare_tasks(
 
 def check_validations(run: RunRecord) -> Check:
     """Compare held-out means, rates, gains and judgements in the metrics with the scores of each image on disk."""
-    tally, found = Tally(), run.validations
-    if not found:
+    tally, validations = Tally(), run.validations
+    if not validations:
         raise NotCheckedError("the run has no validation")
-    first = found[min(found)]
-    for step, validation in found.items():
+    first = validations[min(validations)]
+    for step, validation in validations.items():
         if (row := run.row_of.get(step)) is None:
             continue  # it ended before the row was written
         known = held_out_metrics(validation, run.config(max(step, 1)).reward)
@@ -277,7 +277,7 @@ def check_validations(run: RunRecord) -> Check:
         for key, value in known.items():
             if row.get(key) is not None:
                 tally.compare(METRICS, key, row[key], value, step, "from validation/", ROUNDING)
-    return tally.result("validations", f"means, rates, gains and judgements of {len(found)} validations")
+    return tally.result("validations", f"means, rates, gains and judgements of {len(validations)} validations")
 
 
 def held_out_metrics(validation: Validation, reward: RewardConfig) -> dict[str, float | None]:
@@ -287,9 +287,9 @@ def held_out_metrics(validation: Validation, reward: RewardConfig) -> dict[str, 
     samples = [Sample(prompt, k, 0, validation.step) for k, prompt in enumerate(prompts)]
     columns = {name: column for name, column in validation.by_scorer.items() if None not in column}
     scores = Scores(samples, validation.rewards, columns, [[] for _ in samples])
-    found: dict[str, float | None] = {**reward_metrics(scores, reward, validation=True)}
-    del found["val/failures"]  # not on disk
-    return found if None not in validation.rewards else {k: v for k, v in found.items() if "val/reward/" not in k}
+    metrics: dict[str, float | None] = {**reward_metrics(scores, reward, validation=True)}
+    del metrics["val/failures"]  # not on disk
+    return metrics if None not in validation.rewards else {k: v for k, v in metrics.items() if "val/reward/" not in k}
 
 
 def check_live(run: RunRecord) -> Check:

@@ -24,7 +24,7 @@ class Wrong:
     file: str
     key: str
     recorded: Any
-    found: Any
+    found: Any  # the key of the written file
     step: int | None = None
     by: str = "recomputed"
 
@@ -58,15 +58,15 @@ class Tally:
         file: str,
         key: str,
         recorded: Any,
-        found: Any,
+        actual: Any,
         step: int | None = None,
         by: str = "recomputed",
         tolerance: float = 0.0,
     ) -> None:
         """Compare two values; numbers may differ by `tolerance`, relative to the larger one or to 0.01."""
         self.count += 1
-        if (difference := apart(recorded, found)) > tolerance:
-            self.wrong.append(Wrong(file, key, recorded, found, step, by))
+        if (difference := apart(recorded, actual)) > tolerance:
+            self.wrong.append(Wrong(file, key, recorded, actual, step, by))
         else:
             self.apart = max(self.apart, difference)
 
@@ -80,14 +80,14 @@ class Tally:
         return Check(name, "ok", f"{what}{near}")
 
 
-def apart(recorded: Any, found: Any) -> float:
+def apart(recorded: Any, actual: Any) -> float:
     """Return the difference of two values: 0 if equal, relative for numbers, else infinite."""
-    numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in (recorded, found)]
+    numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in (recorded, actual)]
     if not all(numbers):
-        return 0.0 if recorded == found else math.inf
-    if recorded == found or (math.isnan(recorded) and math.isnan(found)):
+        return 0.0 if recorded == actual else math.inf
+    if recorded == actual or (math.isnan(recorded) and math.isnan(actual)):
         return 0.0
-    difference = abs(recorded - found) / max(abs(recorded), abs(found), 0.01)
+    difference = abs(recorded - actual) / max(abs(recorded), abs(actual), 0.01)
     return difference if math.isfinite(difference) else math.inf
 
 

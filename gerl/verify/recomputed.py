@@ -115,9 +115,9 @@ def check_tokens(r: Recomputation) -> Check:
     """Count the truncated prompts again, and compare with the warnings in the log."""
     run, log = r.run, r.run.folder / "log.txt"
     texts = list(dict.fromkeys(prompt.text for prompt in [*run.prompts, *run.held_out]))
-    found = cut_prompts(r.worker, texts, run.prompts[0])
-    r.lost = {texts[i] for i in found.lost}
-    counted = [match.groups() for sentence in sentences(found, texts) if (match := CUT.search(sentence))]
+    cut = cut_prompts(r.worker, texts, run.prompts[0])
+    r.lost = {texts[i] for i in cut.lost}
+    counted = [match.groups() for sentence in sentences(cut, texts) if (match := CUT.search(sentence))]
     try:
         logged = CUT.findall(log.read_text(encoding="utf-8"))
     except OSError as error:
@@ -234,18 +234,18 @@ def _compare_images(r: Recomputation, tally: Tally, validation: Validation, coun
 
 
 def _compare_pixels(
-    r: Recomputation, tally: Tally, file: str, recorded: np.ndarray, found: np.ndarray, step: int
+    r: Recomputation, tally: Tally, file: str, recorded: np.ndarray, actual: np.ndarray, step: int
 ) -> None:
     """Compare two images uint8 `[H, W, 3]` up to the levels that another machine may make."""
-    if recorded.shape != found.shape:
-        tally.compare(file, "size", list(recorded.shape), list(found.shape), step)
+    if recorded.shape != actual.shape:
+        tally.compare(file, "size", list(recorded.shape), list(actual.shape), step)
         return
-    apart = np.abs(recorded.astype(int) - found.astype(int))
+    apart = np.abs(recorded.astype(int) - actual.astype(int))
     if apart.max() <= r.levels[0] and apart.mean() <= r.levels[1]:
         tally.count, tally.apart = tally.count + 1, max(tally.apart, float(apart.max()) / 255)
         return
     y, x, channel = (int(place) for place in np.unravel_index(int(apart.argmax()), apart.shape))
-    tally.compare(file, f"pixel {y},{x},{channel}", int(recorded[y, x, channel]), int(found[y, x, channel]), step)
+    tally.compare(file, f"pixel {y},{x},{channel}", int(recorded[y, x, channel]), int(actual[y, x, channel]), step)
 
 
 # --- Dumped steps
@@ -295,10 +295,10 @@ def _compare_rollout(r: Recomputation, tally: Tally, step: DumpedStep, scoring: 
     return exact
 
 
-def _compare_tapes(tally: Tally, where: str, recorded: Tape, found: Tape, step: int, limit: float) -> None:
+def _compare_tapes(tally: Tally, where: str, recorded: Tape, actual: Tape, step: int, limit: float) -> None:
     # the probe, which has shapes only, is that of the first call of a process
     whole = Trajectory(RolloutTask(0, [], ()), (), 0, 0)
-    pair = [store(replace(whole, tapes=(replace(tape, probe=None),))) for tape in (recorded, found)]
+    pair = [store(replace(whole, tapes=(replace(tape, probe=None),))) for tape in (recorded, actual)]
     (form, tensors), (expected, others) = pair
     same = form == expected and all(tensors[name].shape == others[name].shape for name in tensors)
     tally.compare(where, "form", "recorded", "recorded" if same else "another one", step)
@@ -310,23 +310,23 @@ def _compare_scores(r: Recomputation, tally: Tally, step: DumpedStep, images: li
     """Score the images of a step again, and compare with its table of scores."""
     record, where = step.dump.record, relative(r.run, step.dump.path)
     both = zip(record.tasks, images, strict=True)
-    pairs = [(task, found) for task, found in both if not task.samples[0].dataset_image]
+    pairs = [(task, other) for task, other in both if not task.samples[0].dataset_image]
     samples = [sample for task, _ in pairs for sample in task.samples]
-    pixels = [image for _, found in pairs for image in found.pixels]
-    of_worker = {name: np.concatenate([found.scores[name] for _, found in pairs]) for name in images[0].scores}
+    pixels = [image for _, other in pairs for image in other.pixels]
+    of_worker = {name: np.concatenate([other.scores[name] for _, other in pairs]) for name in images[0].scores}
     columns: dict[str, Sequence[float | None]] = {name: values.tolist() for name, values in of_worker.items()}
     columns |= scoring.columns(r.run.config(record.step).reward, "training", samples, pixels)
     for name, values in columns.items():
         recorded = record.by_scorer.get(name, [None] * len(samples))
-        for i, (value, found) in enumerate(zip(recorded, values, strict=True)):
-            tally.compare(where, f"by_scorer.{name}[{i}]", value, found, record.step, "scored again", 1e-6)
+        for i, (value, other) in enumerate(zip(recorded, values, strict=True)):
+            tally.compare(where, f"by_scorer.{name}[{i}]", value, other, record.step, "scored again", 1e-6)
 
 
 def _compare_tensors(
-    tally: Tally, where: str, recorded: torch.Tensor, found: torch.Tensor, step: int, tolerance: float
+    tally: Tally, where: str, recorded: torch.Tensor, actual: torch.Tensor, step: int, tolerance: float
 ) -> None:
     """Compare two tensors by the element that differs most."""
-    a, b = (tensor.detach().cpu().double().flatten() for tensor in (recorded, found))
+    a, b = (tensor.detach().cpu().double().flatten() for tensor in (recorded, actual))
     apart = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, (a - b).abs()).nan_to_num(torch.inf)
     largest = max(1.0, float(a.nan_to_num().abs().max())) if len(a) else 1.0
     if not len(a) or float(apart.max()) <= tolerance * largest:
@@ -346,25 +346,25 @@ def _compare_update(r: Recomputation, tally: Tally, step: DumpedStep, counted: b
     dump, record = step.dump, step.dump.record
     where, number, limit = relative(r.run, dump.path), record.step, _limit(r, step)
     try:
-        found = step.train()
+        replayed = step.train()
     except GerlError as error:  # of a replay that is not possible
         tally.compare(
             relative(r.run, dump.tensors), "trajectories", "recorded", str(error), number, "said their replay"
         )
         return False
-    compared = compare(step, found, limit)
+    compared = compare(step, replayed, limit)
     for n in compared.numbers:
         if n.name == CREDIT:
             _compare_tensors(
-                tally, f"{relative(r.run, dump.tensors)}, {CREDIT}", dump.tensor(CREDIT), found.credit, number, limit
+                tally, f"{relative(r.run, dump.tensors)}, {CREDIT}", dump.tensor(CREDIT), replayed.credit, number, limit
             )
         elif n.within(limit):
             tally.count += 1
         else:
             tally.compare(where, n.name, n.run, n.replay, number)
     if compared.weights is False and all(n.difference == 0 for n in compared.numbers):
-        tally.compare(where, "weights", record.weights, found.weights, number)
-    deviation = found.metrics.get("actor/ratio_deviation")
+        tally.compare(where, "weights", record.weights, replayed.weights, number)
+    deviation = replayed.metrics.get("actor/ratio_deviation")
     if deviation is not None:
         most = max(1e-6, ratio_limit(step.config.actor, record.environment.dtype != "float32"))
         tally.compare(where, "actor/ratio_deviation", min(deviation, most), deviation, number, "but 0 is expected")
@@ -372,5 +372,5 @@ def _compare_update(r: Recomputation, tally: Tally, step: DumpedStep, counted: b
     counted &= compared.exact and not r.run.config(number).lockstep  # ranks in lockstep count their padding
     for name in ("evaluations/forward", "evaluations/backward") if counted else ():
         if row.get(name) is not None:
-            tally.compare(METRICS, name, row[name], found.metrics[name], number)
+            tally.compare(METRICS, name, row[name], replayed.metrics[name], number)
     return compared.exact

@@ -59,14 +59,14 @@ class RunRecord:
     @cached_property
     def checkpoints(self) -> dict[int, Checkpoint]:
         """The intact checkpoints by step; the others are in `damaged`."""
-        found: dict[int, Checkpoint] = {}
+        by_step: dict[int, Checkpoint] = {}
         for path in checkpoint_paths(self.folder / "checkpoints"):
             try:
                 checkpoint = load_checkpoint(path)
-                found[checkpoint.step] = checkpoint
+                by_step[checkpoint.step] = checkpoint
             except CheckpointError as error:
                 self.damaged[path] = error
-        return found
+        return by_step
 
     @cached_property
     def dumps(self) -> dict[int, Dump]:

@@ -37,7 +37,7 @@ class Scoring(ExitStack):
         self, reward: RewardConfig, part: RunPart, samples: Sequence[Sample], pixels: Sequence[np.ndarray]
     ) -> dict[str, list[float | None]]:
         """Return the scores of images by column, from the scorers of a `part` of a run; images that fail have None."""
-        found: dict[str, list[float | None]] = {}
+        columns: dict[str, list[float | None]] = {}
         for name, scorer in active_scorers(reward.scorers, part).items():
             if name in self.reasons:
                 continue
@@ -51,8 +51,8 @@ class Scoring(ExitStack):
             if failed := next((failure for causes in scores.failures for failure in causes), None):
                 self.reasons[name] = failed.reason
             else:
-                found |= scores.by_scorer
-        return found
+                columns |= scores.by_scorer
+        return columns
 
     def manager(self, reward: RewardConfig, name: str, scorer: ScorerConfig) -> RewardManager:
         """Return the manager of a single scorer; raises `NotCheckedError` if images alone cannot be scored."""

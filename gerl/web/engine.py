@@ -168,7 +168,7 @@ class Engine:
         from gerl.utils.seeding import sample_generators
         from gerl.workers.rollout import to_uint8
 
-        generators, found = iter(sample_generators(list(seeds))), list[str]()
+        generators, pictures = iter(sample_generators(list(seeds))), list[str]()
         with self.lock:
             if lora is not None and lora != self.lora:
                 raise UnknownLora(f"there is no LoRA {lora!r}: send it to /lora/{lora}")
@@ -178,21 +178,21 @@ class Engine:
                     layer.scaling[adapter_name(lora)] = own * scale
             for call in calls:
                 own_noise = list(islice(generators, len(call["prompt"])))
-                found += map(png, to_uint8(self.pipe(**(call | {"generator": own_noise, "output_type": "np"}))))
-        return found
+                pictures += map(png, to_uint8(self.pipe(**(call | {"generator": own_noise, "output_type": "np"}))))
+        return pictures
 
     def calls(self, body: Mapping[str, Any], rows: Sequence[Prompt]) -> list[dict[str, Any]]:
         """Return the pipeline arguments of a request: one call, or one call per row if rows have condition images."""
         from gerl.utils.condition_images import COLUMNS, picture_arguments, pictures_of
 
-        found = []
+        calls = []
         for part in [[row] for row in rows] if any(row.metadata for row in rows) else [rows]:
             texts = [row.text for row in part]
             call = {"prompt": texts} | dict(body.get("call") or {})
             if "sampling" in body:
                 call |= self.arguments(dict(body["sampling"]), texts)
-            found.append(call)
-        self.check(found)
+            calls.append(call)
+        self.check(calls)
         for row in rows:
             columns = [value for name in COLUMNS if (value := row.metadata.get(name)) is not None]
             if not all(
@@ -201,7 +201,7 @@ class Engine:
                 raise GerlError("columns: expected the path of an image, or a list of paths")
             for path in pictures_of(row):
                 self.file(path)
-        return [call | picture_arguments(self.pipe, row) for call, row in zip(found, rows, strict=False)]
+        return [call | picture_arguments(self.pipe, row) for call, row in zip(calls, rows, strict=False)]
 
     def arguments(self, sampling: dict[str, Any], prompts: list[str]) -> dict[str, Any]:
         """Return the arguments of the pipeline for keys of the block `sampling`, as a run would call it."""
@@ -226,8 +226,8 @@ class Engine:
             call = self.arguments(sampling, [PROBE])
             self.check([call | {"prompt": [PROBE]}])
             call |= {"generator": sample_generators([0])}
-            found = readings(self.pipe, lambda: self.pipe(**call), call, list(find_denoisers(self.pipe).values()))
-            return sentences(cut_prompts(self.pipe, found, prompts), prompts)
+            read = readings(self.pipe, lambda: self.pipe(**call), call, list(find_denoisers(self.pipe).values()))
+            return sentences(cut_prompts(self.pipe, read, prompts), prompts)
 
 
 def texts_of(value: object) -> list[str]:

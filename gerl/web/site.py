@@ -57,7 +57,7 @@ class Folders:
         beside = folder.parent.parent if folder.parent.parent.name == "outputs" else folder.parent
         return cls(beside, folder.relative_to(beside).as_posix())
 
-    def found(self) -> dict[str, Path]:
+    def runs(self) -> dict[str, Path]:
         """Return the existing run folders, sorted by name."""
         names = dict.fromkeys([self.chosen] if self.chosen else [])
         for path in _below(self.root, DEPTH):
@@ -101,19 +101,19 @@ class Site:
         self._runs: dict[str, RunData] = {}
 
     def run(self, name: str) -> RunData:
-        """Return the run `name`, as found by `Folders`: no path is built from a request."""
+        """Return the run `name`, one of `Folders`: no path is built from a request."""
         if name not in self._runs:
-            found = self.folders.found()
-            if name not in found:
+            folders = self.folders.runs()
+            if name not in folders:
                 raise Unknown(f"there is no run {name[:200]!r} below the watched folder")
-            self._runs.setdefault(name, RunData(name, found[name]))
+            self._runs.setdefault(name, RunData(name, folders[name]))
         return self._runs[name]
 
     def runs(self) -> dict[str, Any]:
         """Return all runs, running and most recently written first, and the initially selected one."""
-        found = [self.run(name).summary() for name in self.folders.found()]
-        found.sort(key=lambda run: (run["alive"], run["time"] or "", run["name"]), reverse=True)
-        return {"runs": found, "chosen": self.folders.chosen or (found[0]["name"] if found else None)}
+        runs = [self.run(name).summary() for name in self.folders.runs()]
+        runs.sort(key=lambda run: (run["alive"], run["time"] or "", run["name"]), reverse=True)
+        return {"runs": runs, "chosen": self.folders.chosen or (runs[0]["name"] if runs else None)}
 
 
 def build_site(folders: Folders, token: str | None, local: bool) -> tuple[Starlette, Site]:
@@ -130,8 +130,8 @@ def build_routes(site: Site, studio: bool = False) -> list[Route]:
         """Route that returns what `make` says of the run in the query; Starlette calls it in a thread."""
 
         def endpoint(request: Request) -> Response:
-            found = make(site.run(request.query_params.get("run", "")), request)
-            return found if isinstance(found, Response) else JSONResponse(found)
+            content = make(site.run(request.query_params.get("run", "")), request)
+            return content if isinstance(content, Response) else JSONResponse(content)
 
         return Route(path, endpoint)
 
@@ -197,15 +197,15 @@ def query_int(request: Request, name: str, default: int = -1) -> int:
     return int(text)
 
 
-def found_or_404(found: Any) -> Any:
-    """Return `found`; raises `Unknown` if it is None."""
-    if found is None:
+def found_or_404(content: Any) -> Any:
+    """Return `content`; raises `Unknown` if it is None."""
+    if content is None:
         raise Unknown("there is no such step or prompt in this run")
-    return found
+    return content
 
 
-def _image(found: tuple[bytes, str] | None) -> Response:
-    body, media = found_or_404(found)
+def _image(content: tuple[bytes, str] | None) -> Response:
+    body, media = found_or_404(content)
     return Response(body, media_type=media, headers={"Cache-Control": FOREVER})
 
 

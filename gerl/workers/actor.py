@@ -119,30 +119,30 @@ def state_of(optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Param
 
 
 def expected_state(
-    config: ActorConfig, lora: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+    config: ActorConfig, lora: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return tensors with the shapes and dtypes of `state_of`, for the parameters that have any in `found`."""
+    """Return tensors with the shapes and dtypes of `state_of`, for the parameters that have any in `tensors`."""
     expected: dict[str, torch.Tensor] = {}
     keys = ADAMW8BIT if config.optimizer == "adamw8bit" else ADAMW
     for name, p in lora.items():
         moments = {key: torch.zeros((), dtype=torch.float32) if key == "step" else p for key in keys}
-        if config.optimizer == "adamw8bit" and any(f"{key}/{name}" in found for key in QUANTISED):
-            blocks = found.get(f"absmax1/{name}", torch.zeros(0)).shape  # as many as the package creates
+        if config.optimizer == "adamw8bit" and any(f"{key}/{name}" in tensors for key in QUANTISED):
+            blocks = tensors.get(f"absmax1/{name}", torch.zeros(0)).shape  # as many as the package creates
             moments |= {key: p.to(torch.uint8) for key in ("state1", "state2")}
             moments |= {key: torch.zeros(256) for key in ("qmap1", "qmap2")}
             moments |= {key: torch.zeros(blocks) for key in ("absmax1", "absmax2")}
-        if any(f"{key}/{name}" in found for key in moments):  # none before the first update
+        if any(f"{key}/{name}" in tensors for key in moments):  # none before the first update
             expected |= {f"{key}/{name}": like for key, like in moments.items()}
     return expected
 
 
 def restore(
-    optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Parameter], found: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Load the result of `state_of`, checked by `expected_state`, into `optimizer`."""
     counts = not isinstance(optimizer, torch.optim.AdamW)  # if the number of updates is a number, not a tensor
     for name, p in lora.items():
-        own = {key: found[f"{key}/{name}"] for key in (*ADAMW, *ADAMW8BIT, *QUANTISED) if f"{key}/{name}" in found}
+        own = {key: tensors[f"{key}/{name}"] for key in (*ADAMW, *ADAMW8BIT, *QUANTISED) if f"{key}/{name}" in tensors}
         if not own:
             continue
         state = {key: value.to(p.device, copy=True) for key, value in own.items() if key != "step"}
@@ -209,11 +209,11 @@ class Actor:
                 new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
                 measure = squared_norm if (ranks := self.ranks) is None else lambda g: squared_norm(ranks.whole(g))
                 meter = StepGradients(self.parameters, measure) if new else None
-                found = algorithm.train(self.policy, batch, rows, num_pairs, meter)
+                added = algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 if algorithm is not self.algorithm:  # imitated dataset images are not part of the algorithm's averages
-                    sums = {"data_error": found.sums["squared_error"], "data_pairs": float(found.pairs)}
-                    found = UpdateStats(sums=sums)
-                stats += found
+                    sums = {"data_error": added.sums["squared_error"], "data_pairs": float(added.pairs)}
+                    added = UpdateStats(sums=sums)
+                stats += added
                 if meter is not None:
                     measured = meter.end() | measured
             for blank, rows in idle:
@@ -261,15 +261,15 @@ class Actor:
 
     def pool(self, batches: Sequence[Batch]) -> Pooled:
         """Return the contribution of `batches` to the group sums used in losses."""
-        found: list[Pooled] = []
+        pooled: list[Pooled] = []
         for batch in batches:
             if self.algorithm.of(batch.samples) is not self.algorithm:
                 continue
             parts, idle = self.parts(batch)
-            found += [self.algorithm.pool(self.policy, batch, rows) for rows in parts]
+            pooled += [self.algorithm.pool(self.policy, batch, rows) for rows in parts]
             for blank, rows in idle:
                 self.algorithm.pool(self.policy, blank, rows)
-        return pooled_sum(found)
+        return pooled_sum(pooled)
 
     def parts(self, batch: Batch) -> tuple[list[list[int]], list[tuple[Batch, list[int]]]]:
         """Return the micro-batches of `batch` as row indices, and zero-weight padding to equal counts on all ranks."""
@@ -282,18 +282,18 @@ class Actor:
 
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
         """Return what `accumulate` adds by trained step, as vectors on the CPU; drops accumulated gradients."""
-        found: dict[int, torch.Tensor] = {}
+        gradients: dict[int, torch.Tensor] = {}
         for batch in batches:
             parts, idle = self.parts(batch)
             for rows in parts:
                 self.optimizer.zero_grad(set_to_none=True)  # avoids adding small numbers to large ones
                 meter = StepGradients(self.parameters, flat_copy)
                 self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
-                found |= {k: found[k] + new if k in found else new for k, new in meter.end().items()}
+                gradients |= {k: gradients[k] + new if k in gradients else new for k, new in meter.end().items()}
             for blank, rows in idle:
                 self.algorithm.train(self.policy, blank, rows, math.inf)
         self.optimizer.zero_grad(set_to_none=True)
-        return found
+        return gradients
 
     def flat_gradient(self) -> torch.Tensor:
         """Return all gradients as one vector, zeros for missing ones."""
@@ -453,10 +453,10 @@ class Actor:
         for name, like in expected.items():
             if name not in tensors:
                 raise CheckpointError(f"{file} has no tensor {name}")
-            found = tensors[name]
-            if found.shape != like.shape or found.dtype != like.dtype:
+            tensor = tensors[name]
+            if tensor.shape != like.shape or tensor.dtype != like.dtype:
                 raise CheckpointError(
-                    f"{file}: {name} is {found.dtype} {list(found.shape)}, expected {like.dtype} {list(like.shape)}"
+                    f"{file}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} {list(like.shape)}"
                 )
         if extra := [name for name in tensors if name not in expected]:
             raise CheckpointError(f"{file} has an unexpected tensor {extra[0]}")
@@ -542,9 +542,9 @@ def parts_of(actor: Actor) -> tuple[dict[str, Part], WorkerState]:
 @torch.no_grad()
 def copied(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Tensors:
     """Copy `tensors` to main memory, reusing the copies `into` if shape and dtype match."""
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         place = into.get(name)
         alike = place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
-        found[name] = place.copy_(tensor) if place is not None and alike else tensor.detach().to("cpu", copy=True)
-    return found
+        copies[name] = place.copy_(tensor) if place is not None and alike else tensor.detach().to("cpu", copy=True)
+    return copies

@@ -35,12 +35,12 @@ def probe(
     """Replay half of a micro-batch just sampled; measure its ratio, which must be 1, and its step weights."""
     segment, tape = trajectory.task.segments[0], trajectory.tapes[0]
     half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))
-    found: list[torch.Tensor] = []
+    ratios: list[torch.Tensor] = []
     kls: list[torch.Tensor] = []
     rounds = dtype != torch.float32 and isinstance(algorithm, PolicyGradient) and algorithm.kl_coef > 0
 
     def measure(_: int, step: ReplayedStep) -> None:
-        found.append(algorithm.log_ratio(step).abs().cpu())
+        ratios.append(algorithm.log_ratio(step).abs().cpu())
         if rounds:
             assert isinstance(algorithm, PolicyGradient)
             kls.append(algorithm.distance(rounded_otherwise(step, dtype), step).abs().cpu())
@@ -52,7 +52,7 @@ def probe(
     with_kappa = [(k, r) for k, r in rules if isinstance(r, FlowRule | EDMRule)]
     turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in with_kappa if r.kappa < 0]
     weighting = getattr(algorithm.settings, "timestep_weights", None)
-    steps, noise = algorithm.step_facts(tape, tuple(noisy)), float(torch.cat(found).quantile(0.99))
+    steps, noise = algorithm.step_facts(tape, tuple(noisy)), float(torch.cat(ratios).quantile(0.99))
     resolution = float(torch.cat(kls).mean()) if kls else None
     return SamplingProbe(noise, turned, tape.steps[0].x[0].numel(), steps, weighting, resolution)
 

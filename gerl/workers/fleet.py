@@ -92,27 +92,31 @@ class Placement:
 
     @cached_property
     def _padded(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        processes: dict[int, list[int]] = {}
         for number, process in self.padding:
-            found.setdefault(number, []).append(process)
-        return found
+            processes.setdefault(number, []).append(process)
+        return processes
 
 
 def place(kinds: Sequence[Hashable], config: Config, processes: int) -> Placement:
     """Assign micro-batches to `processes` by their `kinds`, which are equal if they need the same model calls."""
     if not config.lockstep:
         return Placement.in_turn(len(kinds), processes)
-    ranks, context, found = config.lockstep_ranks, config.cluster.context, Placement([], context=config.cluster.context)
+    ranks, context, placement = (
+        config.lockstep_ranks,
+        config.cluster.context,
+        Placement([], context=config.cluster.context),
+    )
     for _, alike in groupby(range(len(kinds)), key=lambda i: kinds[i]):
         members = list(alike)
         for start in range(0, len(members), ranks // context):
             chosen = members[start : start + ranks // context]
-            first = len(found.groups) * ranks % processes  # the first of the ranks in lockstep
+            first = len(placement.groups) * ranks % processes  # the first of the ranks in lockstep
             idle = first + len(chosen) * context
-            found.groups.append(chosen)
-            found.processes.extend(range(first, idle, context))
-            found.padding.extend((chosen[0], process) for process in range(idle, first + ranks))
-    return found
+            placement.groups.append(chosen)
+            placement.processes.extend(range(first, idle, context))
+            placement.padding.extend((chosen[0], process) for process in range(idle, first + ranks))
+    return placement
 
 
 def call_pattern(task: RolloutTask) -> Hashable:
@@ -513,10 +517,10 @@ def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step:
             for number, process in enumerate(members):
                 workers.submit(process, start_state, place, number)
             wait_until_written(members)
-            found = len(list((place / PARTS).glob("*.safetensors")))
-            if found != len(members):
+            count = len(list((place / PARTS).glob("*.safetensors")))
+            if count != len(members):
                 raise CheckpointError(
-                    f"{len(members)} processes wrote a checkpoint, of which {found} are in {folder.parent}: use a run "
+                    f"{len(members)} processes wrote a checkpoint, of which {count} are in {folder.parent}: use a run "
                     "folder (hydra.run.dir) shared by all machines"
                 )
             workers.submit(members[0], start_denoisers, place)

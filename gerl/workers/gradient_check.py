@@ -97,8 +97,8 @@ def check_gradient(compare: Compare, largest: float) -> GradientComparison | Non
     switches, wrong, right = list(first.switches), 0, len(first.switches)
     while right - wrong > 1:  # with the first `wrong` switches in both gradients they differ, with `right` they do not
         middle = (wrong + right) // 2
-        found = compare(switches[:middle], False)
-        if found is not None and not found.distance <= largest:
+        comparison = compare(switches[:middle], False)
+        if comparison is not None and not comparison.distance <= largest:
             wrong = middle
         else:
             right = middle
@@ -109,16 +109,16 @@ def check_gradient(compare: Compare, largest: float) -> GradientComparison | Non
     )
 
 
-def _not_finite(found: GradientComparison) -> str:
-    if found.finite[1]:
-        without = " and ".join(found.switches)
+def _not_finite(comparison: GradientComparison) -> str:
+    if comparison.finite[1]:
+        without = " and ".join(comparison.switches)
         return f"the gradient of the first micro-batch is finite only without {without}: switch them off"
     return f"the gradient of the first micro-batch is {NOT_FINITE}"
 
 
-def worst(found: Sequence[GradientComparison | None]) -> GradientComparison | None:
+def worst(comparisons: Sequence[GradientComparison | None]) -> GradientComparison | None:
     """Return the comparison with the largest distance among those of several workers, one that is not finite first."""
-    known = [each for each in found if each is not None]
+    known = [each for each in comparisons if each is not None]
 
     def badness(each: GradientComparison) -> tuple[bool, float]:
         return not all(each.finite), -1.0 if each.is_zero else each.distance

@@ -22,9 +22,9 @@ def image_statistics(pixels: Sequence[np.ndarray] | np.ndarray) -> dict[str, np.
     """
     stills = [image[len(image) // 2] if image.ndim == 4 else image for image in pixels]
     rows = [_statistics(still) for still in stills]
-    found = {name: np.array([row[name] for row in rows], dtype=np.float32) for name in rows[0]}
+    columns = {name: np.array([row[name] for row in rows], dtype=np.float32) for name in rows[0]}
     small = [Image.fromarray(still).resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX) for still in stills]
-    return found | {"thumbnail": np.stack([np.asarray(image) for image in small])}
+    return columns | {"thumbnail": np.stack([np.asarray(image) for image in small])}
 
 
 def _statistics(still: np.ndarray) -> dict[str, float]:

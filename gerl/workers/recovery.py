@@ -125,14 +125,14 @@ class Recovery:
         asked = {self.workers.submit(i, PolicyWorker.leave): i for i in range(len(self.workers))}
         if not isinstance(error, ClusterError | None) and not self._one_died(asked):
             return []
-        until, found = time.monotonic() + self.settings.hang_after, list[int]()
+        until, numbers = time.monotonic() + self.settings.hang_after, list[int]()
         for call, i in asked.items():
             if not call.wait(max(0.0, until - time.monotonic())):
                 self.workers.end(i)  # unblocks processes that wait for it, for example for a checkpoint
-                found.append(i)
+                numbers.append(i)
             elif _died(call):
-                found.append(i)
-        return found
+                numbers.append(i)
+        return numbers
 
     def _one_died(self, asked: Collection[Pending[None]]) -> bool:
         left, until = list(asked), time.monotonic() + LAST_WORDS
@@ -223,6 +223,6 @@ class Recovery:
 
     def metrics(self) -> dict[str, float]:
         """Return workers replaced and seconds lost since the last call; empty if there were none."""
-        found = {"cluster/restarts": float(self.restarts), "cluster/lost_s": self.seconds} if self.restarts else {}
+        metrics = {"cluster/restarts": float(self.restarts), "cluster/lost_s": self.seconds} if self.restarts else {}
         self.restarts, self.seconds = 0, 0.0
-        return found
+        return metrics

@@ -56,10 +56,10 @@ class RoleWorker(PolicyWorker):
         notes, warnings = [*facts.notes], [*facts.warnings]
         for name in self.config.episode.roles:
             self.others[name] = role = role_worker(self.config, name)(name, self)
-            found = role.setup()
-            notes += [f"{name}: {note}" for note in found.notes]
-            notes.append(f"{name}: {found.pipeline}, {found.trained_parameters:,} trained parameters")
-            warnings += [f"{name}: {warning}" for warning in found.warnings]
+            of_role = role.setup()
+            notes += [f"{name}: {note}" for note in of_role.notes]
+            notes.append(f"{name}: {of_role.pipeline}, {of_role.trained_parameters:,} trained parameters")
+            warnings += [f"{name}: {warning}" for warning in of_role.warnings]
         return replace(facts, notes=notes, warnings=warnings)
 
     def clear(self, step: int | None = None) -> None:
@@ -77,9 +77,9 @@ class RoleWorker(PolicyWorker):
         files, numbers = super().checkpoint(step)
         tensors, roles = unpack_tensors(files[STATE]), {}
         for name, role in self.others.items():
-            found, roles[name] = role.checkpoint(step)
-            tensors |= {f"{FOLDER}/{name}/{key}": value for key, value in unpack_tensors(found.pop(STATE)).items()}
-            files |= {f"{FOLDER}/{name}/{file}": content for file, content in found.items()}
+            of_role, roles[name] = role.checkpoint(step)
+            tensors |= {f"{FOLDER}/{name}/{key}": value for key, value in unpack_tensors(of_role.pop(STATE)).items()}
+            files |= {f"{FOLDER}/{name}/{file}": content for file, content in of_role.items()}
         return PackedFiles(files | {STATE: pack_tensors(tensors)}), replace(numbers, roles=roles)
 
     def load(self, source: bytes | Path, numbers: WorkerState, step: int) -> None:
@@ -189,8 +189,8 @@ class Rewriter(OtherRole):
         with torch.no_grad():
             log_probs = self.model.log_probs(prompt, tokens)
         texts = self.model.decode(tokens, mask)
-        found = [text or sample.prompt.text for text, sample in zip(texts, samples, strict=True)]
-        return found, TextTape(prompt, tokens, mask, log_probs)
+        rewritten = [text or sample.prompt.text for text, sample in zip(texts, samples, strict=True)]
+        return rewritten, TextTape(prompt, tokens, mask, log_probs)
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
         """Rewrite held-out prompts with the averaged weights."""
@@ -250,9 +250,9 @@ def as_pipeline(pipe: DiffusionPipeline, name: str, role: str) -> DiffusionPipel
             given[argument] = pipe.config[argument]
         elif argument != "self" and parameter.default is parameter.empty:
             raise ConfigError(f"{where}: {type(pipe).__name__} has no {argument}; set model.path for this role")
-    found = kind(**given | {"scheduler": copy.deepcopy(pipe.scheduler)})
-    found.set_progress_bar_config(disable=True)
-    return found
+    made = kind(**given | {"scheduler": copy.deepcopy(pipe.scheduler)})
+    made.set_progress_bar_config(disable=True)
+    return made
 
 
 # --- Calls to one role of the workers

@@ -87,7 +87,7 @@ class CallFormatFinder:
     pipe: DiffusionPipeline
     say: Callable[[str], None] = logger.warning  # reports that a batch was split because memory is full
     divides: bool = True  # whether batches may be split
-    found: dict[str, CallFormat] = field(default_factory=dict)
+    formats: dict[str, CallFormat] = field(default_factory=dict)
 
     def attempt(self, purpose: str, count: int, sample: Callable[[CallFormat], T], smaller: Smaller | None = half) -> T:
         """Call `sample` in the first accepted format, or raise the first error; `smaller`: batch size after an OOM."""
@@ -95,20 +95,20 @@ class CallFormatFinder:
             try:
                 return self._attempt(purpose, count, sample)
             except (MemoryError, RuntimeError) as error:
-                form = self.found.get(purpose, TOGETHER)
+                form = self.formats.get(purpose, TOGETHER)
                 size = form.of(count)
                 if not (is_full(error) and self.divides and smaller is not None and size > 1):
                     raise
                 release(error)
-            self.found[purpose] = replace(form, most=smaller(size))
+            self.formats[purpose] = replace(form, most=smaller(size))
             self.say(
                 f"out of memory in the {purpose} of {size} images: continuing with "
                 f"{purpose}.micro_batch_size={smaller(size)}; set it to skip this search"
             )
 
     def _attempt(self, purpose: str, count: int, sample: Callable[[CallFormat], T]) -> T:
-        if purpose in self.found:
-            return sample(self.found[purpose])
+        if purpose in self.formats:
+            return sample(self.formats[purpose])
         refused: Exception | None = None
         for form in FORMATS if count > 1 else (TOGETHER, FORMATS[-1]):
             try:
@@ -121,7 +121,7 @@ class CallFormatFinder:
                 refused = refused or error
                 continue
             if count > 1 or form.text:  # success with a single sample proves nothing for several
-                self.found[purpose] = form
+                self.formats[purpose] = form
             if form.most is not None:
                 logger.info("%s takes one prompt per call: samples are generated one by one", type(self.pipe).__name__)
             return result
@@ -136,8 +136,8 @@ def divided(task: RolloutTask, most: int | None) -> RolloutTask:
     if len(task.segments) == 1:
         (whole,) = task.segments
         parts = [slice(i, i + most) for i in range(0, len(whole.seeds), most)]
-        found = tuple(replace(whole, seeds=whole.seeds[part], leaves=whole.leaves[part]) for part in parts)
-        return replace(task, segments=found)
+        divided_segments = tuple(replace(whole, seeds=whole.seeds[part], leaves=whole.leaves[part]) for part in parts)
+        return replace(task, segments=divided_segments)
     segments: list[Segment] = []
     places: list[list[int]] = []  # by segment of `task`: the new segment and row of each of its rows
     for segment in task.segments:
@@ -252,7 +252,7 @@ class Rollout:
 
     def finished_calls(self, trajectory: Trajectory) -> list[FinishedCall]:
         """Return the sampled images of `trajectory`, whose tapes have kept their finished latents."""
-        calls, form = list[FinishedCall](), self.format.found.get("rollout", TOGETHER)
+        calls, form = list[FinishedCall](), self.format.formats.get("rollout", TOGETHER)
         for segment, tape in zip(trajectory.task.segments, trajectory.tapes, strict=True):
             if segment.stop is None:
                 samples = [trajectory.task.samples[leaf] for leaf in segment.leaves]
@@ -351,10 +351,10 @@ class Rollout:
     def _branch(self, tape: Tape, step: int, rows: Sequence[int], segment: Segment) -> tuple[BaseOutput | None, Tape]:
         """Record `segment`, whose rows branch off at step `step` from the samples `rows` of `tape`."""
         generators = sample_generators(list(segment.seeds))
-        found = branch_plan(self.policy.pipe, tape, step, rows, self._plan(segment), generators)
+        planned = branch_plan(self.policy.pipe, tape, step, rows, self._plan(segment), generators)
         if tape.probe is not None:
             self._probes[tape.batch_size > 1] = tape.probe
-        return found
+        return planned
 
     def _plan(self, segment: Segment) -> SamplingPlan:
         """Return how the denoising steps of `segment` are taken."""
@@ -382,10 +382,10 @@ class Rollout:
                 def run(call: dict[str, object]) -> np.ndarray:
                     pipe = self.policy.pipe
                     with noise_from(pipe.scheduler, given["generator"]), finished_latents(pipe) as finished:
-                        found = to_uint8(pipe(**call | given))
-                    self._compare_output(found, len(part), self.validation.height, self.validation.width)
+                        pixels = to_uint8(pipe(**call | given))
+                    self._compare_output(pixels, len(part), self.validation.height, self.validation.width)
                     calls.append(FinishedCall(part, finished.latents, finished.steps, partial(seeded, part), again))
-                    return found
+                    return pixels
 
                 return again(run, part)
 
@@ -440,8 +440,8 @@ class Rollout:
         # imported lazily: the driver of a run does not need transformers
         from gerl.model.prompts import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
 
-        found = kept_readings(folder)
-        if found is None:
+        known = kept_readings(folder)
+        if known is None:
             sample = Sample(replace(like, text=PROBE, dataset_images=()), 0, 0, 0)
 
             def read(form: CallFormat) -> list[Reading]:
@@ -452,9 +452,9 @@ class Rollout:
 
                 return self.called(run, [sample], form)
 
-            found = self.format.attempt("reading", 1, read)
-            keep_readings(folder, found)
-        return cut_prompts(self.policy.pipe, found, prompts)
+            known = self.format.attempt("reading", 1, read)
+            keep_readings(folder, known)
+        return cut_prompts(self.policy.pipe, known, prompts)
 
     def called(
         self,
@@ -490,9 +490,9 @@ class Rollout:
             return run(call | given)
         except (ValueError, RuntimeError, IndexError) as error:
             with contextlib.suppress(ValueError, RuntimeError, IndexError):
-                found = run(call | given | each)
+                pictured = run(call | given | each)
                 self._picture_each = True
-                return found
+                return pictured
             raise error
 
 
@@ -548,9 +548,9 @@ def find_images(output: BaseOutput) -> np.ndarray:
     for name in ("images", "frames"):
         if name in given:
             return given[name]
-    found = [value for value in given.values() if value.ndim in (4, 5) and value.shape[-1] in (1, 3, 4)]
-    if len(found) == 1:
-        return found[0]
+    candidates = [value for value in given.values() if value.ndim in (4, 5) and value.shape[-1] in (1, 3, 4)]
+    if len(candidates) == 1:
+        return candidates[0]
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in given.items())
     if any("audio" in name for name in given):
         raise ModelError(

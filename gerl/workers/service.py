@@ -116,17 +116,17 @@ class Client(ABC):
         """Send a request and return the JSON object of its answer."""
         answer = self.request(method, path, most, **given)
         try:
-            found = load_json(answer.content)
+            content = load_json(answer.content)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            content = None
+        if not isinstance(content, dict):
             raise Refused(f"{method} {self.url}{path} did not answer with a JSON object: correct {KEY}.url or .format")
-        return found | ({"lora": header} if (header := answer.headers.get("X-LoRA-Version")) else {})
+        return content | ({"lora": header} if (header := answer.headers.get("X-LoRA-Version")) else {})
 
-    def check(self, found: object, lora: NamedLora) -> None:
+    def check(self, name: object, lora: NamedLora) -> None:
         """Raise `Refused` unless the images were sampled with `lora`."""
-        if found != lora.name:
-            told = "does not name the LoRA that sampled it" if found is None else f"was sampled with the LoRA {found!r}"
+        if name != lora.name:
+            told = "does not name the LoRA that sampled it" if name is None else f"was sampled with the LoRA {name!r}"
             raise Refused(
                 f"an answer of {self.url} {told}, and {lora.name!r} was asked for: its images are not used; the answer "
                 "must have the name in its field lora or its header X-LoRA-Version"
@@ -143,12 +143,12 @@ class GerlClient(Client):
         body |= {"call": dict(call), **self.service.body}
         most = IMAGE_BYTES * len(samples)
         try:
-            found = self.json("POST", "/generate", most, json=body)
+            content = self.json("POST", "/generate", most, json=body)
         except Refused:
             self.send(lora)  # it was restarted, or has dropped the LoRA
-            found = self.json("POST", "/generate", most, json=body)
-        self.check(found.get("lora"), lora)
-        return [decoded(text, self.url) for text in listed(found.get("images"), self.url, len(samples))]
+            content = self.json("POST", "/generate", most, json=body)
+        self.check(content.get("lora"), lora)
+        return [decoded(text, self.url) for text in listed(content.get("images"), self.url, len(samples))]
 
     def send(self, lora: NamedLora) -> None:
         """Send the LoRA, or its path."""
@@ -171,7 +171,7 @@ class OpenAIClient(Client):
             self.told = lora.name
         if not {"height", "width"} <= call.keys():
             raise ConfigError(f"{KEY}.format=openai: set sampling.height and sampling.width, which each request names")
-        found: list[Image.Image] = []
+        images: list[Image.Image] = []
         for sample in samples:
             body: dict[str, Any] = {"prompt": sample.prompt.request, "n": 1, "response_format": "b64_json"}
             body |= {name: value for name, value in call.items() if name not in ("height", "width")}
@@ -182,8 +182,8 @@ class OpenAIClient(Client):
             self.check(answer.get("lora"), lora)
             (entry,) = listed(answer.get("data"), self.url, 1)
             text = entry.get("b64_json") if isinstance(entry, Mapping) else None
-            found.append(decoded(text, self.url))
-        return found
+            images.append(decoded(text, self.url))
+        return images
 
 
 class ComfyClient(Client):
@@ -207,14 +207,14 @@ class ComfyClient(Client):
 
     def images(self, samples: Sequence[Sample], call: Mapping[str, Any], lora: NamedLora) -> list[Image.Image]:
         assert lora.path is not None
-        found: list[Image.Image] = []
+        images: list[Image.Image] = []
         for sample in samples:
             values = {"prompt": sample.prompt.request, "seed": sample.seed % 2**63, "lora": lora.path.name, **call}
             graph = filled_graph(copy.deepcopy(self.graph), values)
             body = {"prompt": graph, "client_id": self.client, **self.service.body}
             number = self.json("POST", "/prompt", json=body).get("prompt_id")
-            found.append(self.finished(str(number), lora))
-        return found
+            images.append(self.finished(str(number), lora))
+        return images
 
     def finished(self, number: str, lora: NamedLora) -> Image.Image:
         """Wait for a queued prompt and return its image."""
@@ -257,12 +257,12 @@ def filled_graph(value: Any, values: Mapping[str, Any]) -> Any:
     return value
 
 
-def listed(found: object, url: str, count: int | None = None) -> list[Any]:
+def listed(entries: object, url: str, count: int | None = None) -> list[Any]:
     """Return the list of an answer, of `count` entries. Raises `Refused` for anything else."""
-    if not isinstance(found, list) or (count is not None and len(found) != count):
-        number = len(found) if isinstance(found, list) else "no"
+    if not isinstance(entries, list) or (count is not None and len(entries) != count):
+        number = len(entries) if isinstance(entries, list) else "no"
         raise Refused(f"an answer of {url} has {number} images, {'a list' if count is None else count} was expected")
-    return found
+    return entries
 
 
 def decoded(text: object, url: str) -> Image.Image:

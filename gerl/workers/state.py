@@ -136,14 +136,14 @@ class _Stored:
     @classmethod
     def of(cls, name: str, denoiser: ModelMixin, policy: Policy) -> _Stored:
         kept = {id(p) for module in kept_in_fp32(denoiser) for p in module.parameters()}
-        found = {}
+        tensors = {}
         for key, value in denoiser.state_dict().items():
             full = f"{name}.{key}"
             divided = full in policy.trained or isinstance(value, DTensor)
-            found[key] = (full, None if divided else value.detach())
+            tensors[key] = (full, None if divided else value.detach())
         return cls(
             json.loads(denoiser.to_json_string()) | {"_class_name": class_of(denoiser).__name__},
-            found,
+            tensors,
             frozenset(policy.trained),
             denoiser.dtype,
             frozenset(key for key, p in denoiser.named_parameters() if id(p) in kept),

@@ -212,8 +212,8 @@ class PolicyWorker:
         self.algorithm.set_kl_weight(kl)
         batches = list(chain(*self.batches(credit, groups).values()))
         with model_errors("update"):
-            found = self.actor.retry_on_oom(batches, lambda: self.actor.pool(batches))
-        return found if self.leads else {}
+            pooled = self.actor.retry_on_oom(batches, lambda: self.actor.pool(batches))
+        return pooled if self.leads else {}
 
     def accumulate(
         self,

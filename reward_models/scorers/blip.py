@@ -255,21 +255,21 @@ class BlipVqa(NetworkScorer):
         scores = [1.0] * len(images)
         for start in range(0, len(pairs), self.batch_size):
             batch = pairs[start : start + self.batch_size]
-            found = self._network.probabilities([images[i] for i, _ in batch], [text for _, text in batch])
-            for (i, _), probability in zip(batch, found, strict=True):
+            probabilities = self._network.probabilities([images[i] for i, _ in batch], [text for _, text in batch])
+            for (i, _), probability in zip(batch, probabilities, strict=True):
                 scores[i] *= probability
         return scores
 
     def phrases(self, prompt: str) -> list[str]:
         """Return the noun phrases of a prompt that BLIP is asked about."""
         try:
-            found = [chunk.text for chunk in self._parser(prompt).noun_chunks]
+            chunks = [chunk.text for chunk in self._parser(prompt).noun_chunks]
         except ValueError as error:
             raise RewardError(
                 f"spacy_model={self.spacy_model} finds no noun phrases, as it has no parser: give a spaCy pipeline "
                 "that parses English, such as en_core_web_sm"
             ) from error
-        return [phrase for phrase in found if phrase not in PLACES][:MOST]
+        return [phrase for phrase in chunks if phrase not in PLACES][:MOST]
 
     @cached_property
     def _parser(self) -> Any:
@@ -311,14 +311,14 @@ class BlipNetwork:
         with torch.inference_mode():
             seen = self.model.vision_model(pixel_values=pixels.to(self.model.device, self.dtype)).last_hidden_state
         tokens = self.tokenizer(questions, truncation=True, max_length=TOKENS)["input_ids"]
-        found = [0.0] * len(questions)
+        probabilities_of = [0.0] * len(questions)
         # one length at a time, without padding: transformers 5.23 does not pass the question's mask to the decoder
         for length in set(map(len, tokens)):
             rows = [i for i, ids in enumerate(tokens) if len(ids) == length]
             answers = self._yes(seen[[places[i] for i in rows]], torch.tensor([tokens[i] for i in rows]))
             for i, probability in zip(rows, answers, strict=True):
-                found[i] = probability
-        return found
+                probabilities_of[i] = probability
+        return probabilities_of
 
     def _yes(self, seen: torch.Tensor, ids: torch.Tensor) -> list[float]:
         """Return the probability of yes for questions `[B, tokens]` about encoded images `[B, patches, width]`."""

@@ -108,10 +108,10 @@ def number_in(choice: Choice, pattern: str, limits: tuple[float, float]) -> floa
     is no match, or the number is outside `limits`.
     """
     text = text_of(choice)
-    found = [match.group(1) for match in re.finditer(pattern, text)]
-    if not found:
+    numbers = [match.group(1) for match in re.finditer(pattern, text)]
+    if not numbers:
         raise Unreadable(f"the answer {ending(text)} has no match of {pattern!r}: change the template")
-    return within(found[-1], limits, text)
+    return within(numbers[-1], limits, text)
 
 
 def within(value: JSON, limits: tuple[float, float], text: str) -> float:
@@ -198,7 +198,7 @@ def _entry(entry: JSON) -> tuple[str, float]:
 
 def last_object(text: str, keys: list[str]) -> dict[str, JSON] | None:
     """Return the last JSON object in `text` that has all `keys`, ignoring the text around it; None if missing."""
-    found = None
+    last = None
     text = text[-READ:]
     decoder = json.JSONDecoder()
     for match in re.finditer(r"\{", text):
@@ -207,8 +207,8 @@ def last_object(text: str, keys: list[str]) -> dict[str, JSON] | None:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and all(key in value for key in keys):
-            found = value
-    return found
+            last = value
+    return last
 
 
 def fill(template: str, prompt: str, metadata: Metadata, **fields: str) -> str:

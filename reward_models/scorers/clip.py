@@ -264,10 +264,10 @@ def published(head: str, repository: str) -> str:
     name = f"{head}.pth"
     file = hub_file("repository", repository, name)
     with open(file, "rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != HEADS[head]:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != HEADS[head]:
         raise RewardError(
-            f"repository={repository}: its {name} has the SHA-256 {found}, not {HEADS[head]} of the authors' file: "
+            f"repository={repository}: its {name} has the SHA-256 {digest}, not {HEADS[head]} of the authors' file: "
             "use another repository, or set head to the path of the file if this is intended"
         )
     return file

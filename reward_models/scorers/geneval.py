@@ -74,24 +74,27 @@ class Detector:
 
     def __call__(self, images: list[Image.Image], threshold: float, batch_size: int) -> list[list[Detection]]:
         """Return for each image the detections with a score above `threshold`, best first."""
-        found: dict[int, list[Detection]] = {}
+        detections: dict[int, list[Detection]] = {}
         # a batch is padded to its largest image: batching only images of one size keeps scores independent of each
         # other
         for size in dict.fromkeys(image.size for image in images):
             same = [i for i, image in enumerate(images) if image.size == size]
             for start in range(0, len(same), batch_size):
                 batch = same[start : start + batch_size]
-                found.update(zip(batch, self._batch([images[i] for i in batch], threshold), strict=True))
-        return [found[i] for i in range(len(images))]
+                detections.update(zip(batch, self._batch([images[i] for i in batch], threshold), strict=True))
+        return [detections[i] for i in range(len(images))]
 
     @torch.inference_mode()
     def _batch(self, images: list[Image.Image], threshold: float) -> list[list[Detection]]:
         inputs = self.image_processor(images=[image.convert("RGB") for image in images], return_tensors="pt")
         outputs = self.model(**inputs.to(self.model.device, self.dtype))
         sizes = [(image.height, image.width) for image in images]
-        found = self._segments(outputs, threshold, sizes) if self.segments else self._boxes(outputs, threshold, sizes)
+        detections = (
+            self._segments(outputs, threshold, sizes) if self.segments else self._boxes(outputs, threshold, sizes)
+        )
         return [
-            sorted((d for d in image if d.score > threshold), key=lambda d: d.score, reverse=True) for image in found
+            sorted((d for d in image if d.score > threshold), key=lambda d: d.score, reverse=True)
+            for image in detections
         ]
 
     def _segments(
@@ -103,18 +106,18 @@ class Detector:
             results = self.image_processor.post_process_instance_segmentation(
                 outputs, threshold=threshold, target_sizes=sizes, return_binary_maps=True
             )
-        found: list[list[Detection]] = []
+        detections: list[list[Detection]] = []
         for result in results:
             infos = result["segments_info"]
             # without segments this is not a stack of masks, but an image of -1
             masks = result["segmentation"].bool().cpu().numpy() if infos else ()
-            found.append(
+            detections.append(
                 [
                     Detection(self._label(info["label_id"]), float(info["score"]), mask_box(mask), mask)
                     for info, mask in zip(infos, masks, strict=True)
                 ]
             )
-        return found
+        return detections
 
     def _boxes(self, outputs: "ModelOutput", threshold: float, sizes: list[tuple[int, int]]) -> list[list[Detection]]:
         outputs.logits, outputs.pred_boxes = outputs.logits.float(), outputs.pred_boxes.float()
@@ -192,9 +195,9 @@ def find_label(name: str, labels: list[str]) -> str:
         DataError: no label matches; names the nearest.
     """
     for key in (_plain, _canonical):
-        found = {key(label): label for label in labels}
-        if key(name) in found:
-            return found[key(name)]
+        by_key = {key(label): label for label in labels}
+        if key(name) in by_key:
+            return by_key[key(name)]
     names = {label.lower(): label for label in labels}
     near = [names[match] for match in difflib.get_close_matches(name.lower(), names, n=3)]
     advice = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(labels[:5])} and others"
@@ -314,16 +317,16 @@ def relations(box: Box, other: Box, margin: float = 0.1) -> set[Relation]:
     return {relation for relation, holds in true.items() if holds}
 
 
-def judge(row: Row, found: dict[str, list[Detection]], colours: list[list[str]], margin: float = 0.1) -> Verdict:
+def judge(row: Row, detections: dict[str, list[Detection]], colours: list[list[str]], margin: float = 0.1) -> Verdict:
     """Compare the detections with the requirements.
 
-    found: detections of each class of the row, best first. colours: for each include clause with a colour, the colours
+    detections: of each class of the row, best first. colours: for each include clause with a colour, the colours
     of the first `count` detections of its class, if there are at least `count`.
     """
-    everything = [found[clause.name] for clause in row.include]
-    best = [found[clause.name][: clause.count] for clause in row.include]
+    everything = [detections[clause.name] for clause in row.include]
+    best = [detections[clause.name][: clause.count] for clause in row.include]
     exact, enough = (_parts(row, objects, colours, margin) for objects in (everything, best))
-    below = [len(found[limit.name]) < limit.count for limit in row.exclude]
+    below = [len(detections[limit.name]) < limit.count for limit in row.exclude]
     # an exact count implies the limit of its class, which must not count twice
     counted = {clause.name for clause in row.include}
     parts = exact + [float(ok) for limit, ok in zip(row.exclude, below, strict=True) if limit.name not in counted]
@@ -335,11 +338,11 @@ def judge(row: Row, found: dict[str, list[Detection]], colours: list[list[str]],
     )
 
 
-def _parts(row: Row, found: list[list[Detection]], colours: list[list[str]], margin: float) -> list[float]:
+def _parts(row: Row, detections: list[list[Detection]], colours: list[list[str]], margin: float) -> list[float]:
     """Return the scores of each clause's count, colour and position, at most 1; a wrong count zeroes the others."""
     parts: list[float] = []
     matched: list[list[Detection] | None] = []
-    for clause, objects, names in zip(row.include, found, colours, strict=True):
+    for clause, objects, names in zip(row.include, detections, colours, strict=True):
         scores = [1 - abs(len(objects) - clause.count) / clause.count]
         if clause.color is not None:
             scores.append(names.count(clause.color) / clause.count if scores[0] == 1 else 0.0)
@@ -392,9 +395,9 @@ class GenEvalScorer(NetworkScorer):
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         rows = [parse_row(row) for row in metadata]
         images = [image.convert("RGB") for image in images]
-        found = self._find(images, rows)
-        colours = self._colours(images, rows, found)
-        verdicts = [judge(*case, self.position_margin) for case in zip(rows, found, colours, strict=True)]
+        detections = self._find(images, rows)
+        colours = self._colours(images, rows, detections)
+        verdicts = [judge(*case, self.position_margin) for case in zip(rows, detections, colours, strict=True)]
         return {
             "geneval": [verdict.score for verdict in verdicts],
             "geneval_strict": [float(verdict.strict) for verdict in verdicts],
@@ -422,14 +425,14 @@ class GenEvalScorer(NetworkScorer):
         detections = detector(self.model, self.device, self.dtype)(images, lowest, self.batch_size)
         return [
             {
-                name: [d for d in found if d.label == label and d.score > threshold][: self.max_objects]
+                name: [d for d in of_image if d.label == label and d.score > threshold][: self.max_objects]
                 for name, label in names.items()
             }
-            for names, threshold, found in zip(wanted, thresholds, detections, strict=True)
+            for names, threshold, of_image in zip(wanted, thresholds, detections, strict=True)
         ]
 
     def _colours(
-        self, images: list[Image.Image], rows: list[Row], found: list[dict[str, list[Detection]]]
+        self, images: list[Image.Image], rows: list[Row], detections: list[dict[str, list[Detection]]]
     ) -> list[list[list[str]]]:
         """Return for each image and include clause the colours that `judge` needs."""
         colours: list[list[list[str]]] = [[[] for _ in row.include] for row in rows]
@@ -437,8 +440,8 @@ class GenEvalScorer(NetworkScorer):
             (i, c, detection)
             for i, row in enumerate(rows)
             for c, clause in enumerate(row.include)
-            if clause.color is not None and len(found[i][clause.name]) >= clause.count
-            for detection in found[i][clause.name][: clause.count]
+            if clause.color is not None and len(detections[i][clause.name]) >= clause.count
+            for detection in detections[i][clause.name][: clause.count]
         ]
         if places:
             crops = [object_crop(images[i], detection) for i, _, detection in places]

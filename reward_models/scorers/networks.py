@@ -57,23 +57,23 @@ class NetworkScorer(Scorer):
 def resolve_device(device: str) -> torch.device:
     """Resolve `auto` to the GPU if there is one, else the CPU; raises `RewardError` if the GPU does not exist."""
     count = torch.cuda.device_count()
-    found = torch.device(("cuda" if count else "cpu") if device == "auto" else device)
-    if found.type == "cpu":
-        return found
-    found = torch.device("cuda", found.index or 0)  # so that cuda and cuda:0 share a network
-    if found.index >= count:
+    chosen = torch.device(("cuda" if count else "cpu") if device == "auto" else device)
+    if chosen.type == "cpu":
+        return chosen
+    chosen = torch.device("cuda", chosen.index or 0)  # so that cuda and cuda:0 share a network
+    if chosen.index >= count:
         raise RewardError(
             f"device={device}: the scorer's process sees {count} CUDA devices; use another, or device=auto"
         )
-    return found
+    return chosen
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """Resolve `auto` to bfloat16 on a GPU and float32 on the CPU."""
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
 
 
 # --- Loading, from disk or from the Hub
@@ -195,11 +195,11 @@ def pooled(output: Any) -> torch.Tensor:
 
 def in_batches(size: int, call: Callable[..., torch.Tensor], *columns: Sequence[Any]) -> torch.Tensor:
     """Apply `call` to `columns` `[B]`, `size` rows at a time, without gradients; return `[B, ...]` on the CPU."""
-    found = []
+    parts = []
     for start in range(0, len(columns[0]), size):
         with torch.inference_mode():
-            found.append(call(*(column[start : start + size] for column in columns)).cpu())
-    return torch.cat(found)  # not an inference tensor, which autograd would refuse to save
+            parts.append(call(*(column[start : start + size] for column in columns)).cpu())
+    return torch.cat(parts)  # not an inference tensor, which autograd would refuse to save
 
 
 def resized(images: torch.Tensor, height: int, width: int, clamp: bool = True) -> torch.Tensor:
@@ -209,8 +209,8 @@ def resized(images: torch.Tensor, height: int, width: int, clamp: bool = True) -
     """
     if images.shape[2:] == (height, width):
         return images
-    found = F.interpolate(images, (height, width), mode="bicubic", antialias=True)
-    return found.clamp(0, 1) if clamp else found
+    resized_images = F.interpolate(images, (height, width), mode="bicubic", antialias=True)
+    return resized_images.clamp(0, 1) if clamp else resized_images
 
 
 def shorter_side(images: torch.Tensor, size: int) -> torch.Tensor:

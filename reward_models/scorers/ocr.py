@@ -120,8 +120,8 @@ class OcrScorer(Scorer):
     ) -> Columns:
         """Return the rewards `[B]` and the column `exact` `[B]`; an image may be a list of video frames."""
         targets = [self.target(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
-        found = [self._score(image, target) for image, target in zip(images, targets, strict=True)]
-        return {"ocr": [reward for reward, _ in found], "exact": [exact for _, exact in found]}
+        pairs = [self._score(image, target) for image, target in zip(images, targets, strict=True)]
+        return {"ocr": [reward for reward, _ in pairs], "exact": [exact for _, exact in pairs]}
 
     def _score(self, image: Image.Image | Sequence[Image.Image], target: str) -> tuple[float, float]:
         if isinstance(image, Image.Image):

@@ -101,8 +101,8 @@ class VideoRewardModel(VlmNetwork):
 
         def grades(videos: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> torch.Tensor:
             seen = [[video[k] for k in chosen_frames(len(video), fps, self.settings.data.fps)] for video in videos]
-            found = self.head(self.hidden_at(self._inputs(seen, texts), TOKENS)).unflatten(0, (-1, len(TOKENS)))
-            return found.diagonal(dim1=1, dim2=2) if found.shape[-1] == len(TOKENS) else found.squeeze(-1)
+            values = self.head(self.hidden_at(self._inputs(seen, texts), TOKENS)).unflatten(0, (-1, len(TOKENS)))
+            return values.diagonal(dim1=1, dim2=2) if values.shape[-1] == len(TOKENS) else values.squeeze(-1)
 
         norm = self.settings.norm or Normalisation()
         means = torch.tensor([norm.VQ_mean, norm.MQ_mean, norm.TA_mean])
@@ -167,8 +167,8 @@ def video_reward_model(model: str, file: str, base: str, device: torch.device, d
     weight = tensors.get(HEAD)
     shape = (settings.model.output_dim, config.get_text_config().hidden_size)
     if weight is None or weight.shape != shape:
-        found = "no such weight" if weight is None else list(weight.shape)
-        raise RewardError(f"model={model}: expected {HEAD} of the shape {list(shape)}, got {found}: give VideoReward")
+        actual = "no such weight" if weight is None else list(weight.shape)
+        raise RewardError(f"model={model}: expected {HEAD} of the shape {list(shape)}, got {actual}: give VideoReward")
     head = torch.nn.Linear(shape[1], shape[0], bias=False)
     head.load_state_dict({"weight": weight.float()})
     lora = settings.lora

@@ -91,7 +91,7 @@ class VlmJudge(ChatScorer):
     ) -> list[float] | Columns:
         sources = [self._sources(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
         # the images of a group have the same sources: read each once
-        shown = {key: self.png(read(found)) for key, found in {_key(s): s for row in sources for s in row}.items()}
+        shown = {key: self.png(read(origin)) for key, origin in {_key(s): s for row in sources for s in row}.items()}
         with self.client(self.base_url) as client:
 
             def judge(item: tuple[Image.Image, list[Reference], str, Metadata]) -> dict[str, float]:
@@ -111,15 +111,15 @@ class VlmJudge(ChatScorer):
         self._sources(prompt, metadata)
 
     def _sources(self, prompt: str, metadata: Metadata) -> list[Reference]:
-        return [found for name in self.sources for found in references_of("vlm_judge", prompt, metadata, name)]
+        return [reference for name in self.sources for reference in references_of("vlm_judge", prompt, metadata, name)]
 
     @property
     def _template(self) -> str:
         if self.template is not None:
             return self.template
         kind = "aspect" if self.mode == "rubric" and not self.one_request else self.mode
-        found: str = TEMPLATES["vlm_judge"][kind]["edited" if self.sources else "drawn"]
-        return found
+        template: str = TEMPLATES["vlm_judge"][kind]["edited" if self.sources else "drawn"]
+        return template
 
     def _text(self, prompt: str, metadata: Metadata, question: str) -> str:
         fields = {"low": f"{self.limits[0]:g}", "high": f"{self.limits[1]:g}"}
@@ -154,13 +154,13 @@ class VlmJudge(ChatScorer):
 
     def _read_rubric(self, choice: Choice) -> dict[str, float]:
         text = text_of(choice)
-        found = last_object(text, list(self.aspects))
-        if found is None:
+        values = last_object(text, list(self.aspects))
+        if values is None:
             raise Unreadable(
                 f"the answer {ending(text)} has no JSON object with the keys {', '.join(self.aspects)}: change the "
                 "template"
             )
-        return {name: within(found[name], self.limits, text) / self.scale for name in self.aspects}
+        return {name: within(values[name], self.limits, text) / self.scale for name in self.aspects}
 
 
 def check_pattern(pattern: str) -> None:

@@ -98,8 +98,8 @@ class RewardModel(VlmNetwork):
         """Return the outputs `[B, N]` of `head`, fp32 on the CPU; texts have one reward token, after the images."""
 
         def numbers(pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> torch.Tensor:
-            found: torch.Tensor = self.heads[head](self.hidden_at(self._inputs(pictures, texts), [TOKEN]))
-            return found
+            values: torch.Tensor = self.heads[head](self.hidden_at(self._inputs(pictures, texts), [TOKEN]))
+            return values
 
         return in_batches(batch_size, numbers, pictures, texts)
 
@@ -192,13 +192,13 @@ def build_backbone(
 
 def _heads(model: str, tensors: Mapping[str, torch.Tensor], width: int) -> dict[str, torch.nn.Sequential]:
     """Build the heads `[B, width]` -> `[B, N]` in fp32 from `tensors`, by name (`rm_head`, `rm_heads.head_0`)."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    by_head: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
         if name.startswith("rm_head"):
             head, number, kind = name.rsplit(".", 2)
-            found.setdefault(head, {})[f"{number}.{kind}"] = value.float()
+            by_head.setdefault(head, {})[f"{number}.{kind}"] = value.float()
     heads = {}
-    for head, parts in found.items():
+    for head, parts in by_head.items():
         if set(parts) != {f"{i}.{kind}" for i in LINEAR for kind in ("weight", "bias")}:
             raise RewardError(
                 f"model={model}: {head} has {', '.join(sorted(parts))}, expected weight and bias of layers "
@@ -269,10 +269,10 @@ class VlmScorer(NetworkScorer):
             if not folder.is_dir():
                 raise RewardError(f"code={self.code}: there is no such folder: {self.remedy}")
             return folder / self.package if (folder / self.package).is_dir() else folder
-        found = importlib.util.find_spec(self.package)
-        if found is None or not found.submodule_search_locations:
+        spec = importlib.util.find_spec(self.package)
+        if spec is None or not spec.submodule_search_locations:
             raise RewardError(f"the authors' wording of {self.package}'s instruction is missing: {self.remedy}")
-        return Path(found.submodule_search_locations[0])
+        return Path(spec.submodule_search_locations[0])
 
     def texts(self, column: str, prompts: Sequence[str]) -> list[str]:
         """Return the instruction of `column` for each prompt."""
@@ -286,8 +286,8 @@ class VlmScorer(NetworkScorer):
 
 def check_marks(prompt: str) -> None:
     """Raise `DataError` if a prompt contains a special token of the chat template."""
-    if found := MARKS.search(prompt):
-        raise DataError(f"{prompt!r} contains {found[0]!r}, a special token of the reward model: remove it")
+    if mark := MARKS.search(prompt):
+        raise DataError(f"{prompt!r} contains {mark[0]!r}, a special token of the reward model: remove it")
 
 
 def constant(file: Path, name: str) -> str:
@@ -390,13 +390,13 @@ class EditReward(ImageVlmScorer):
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         rows = zip(prompts, metadata, images, strict=True)
         pictures = [[read(self._source(prompt, row)), image] for prompt, row, image in rows]
-        found = []
+        parts = []
         for column, (_, head) in QUESTIONS.items():
             texts = self.texts(column, prompts)
             if head not in self.network.heads:
                 raise RewardError(f"model={self.model} has no {head}: use a model with a head for each question")
-            found.append(self.network.outputs(pictures, texts, head, self.batch_size))
-        both = torch.stack(found)  # [questions, B, mean and logarithm of the standard deviation]
+            parts.append(self.network.outputs(pictures, texts, head, self.batch_size))
+        both = torch.stack(parts)  # [questions, B, mean and logarithm of the standard deviation]
         means = dict(zip(QUESTIONS, both[..., 0].tolist(), strict=True))
         mean = both.mean(0)
         return {"mean": mean[:, 0].tolist(), **means, "sigma": mean[:, 1].exp().tolist()}

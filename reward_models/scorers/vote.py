@@ -58,7 +58,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
 
     def _sources(self, prompt: str, metadata: Metadata) -> list[Reference]:
         named = [name for name in COLUMNS if metadata.get(name)] if self.sources is None else self.sources
-        return [found for name in named for found in references_of(NAME, prompt, metadata, name)]
+        return [reference for name in named for reference in references_of(NAME, prompt, metadata, name)]
 
     @cached_property
     def _digests(self) -> dict[str, list[str]]:

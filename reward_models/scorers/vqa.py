@@ -58,8 +58,8 @@ class QuestionScorer(ChatScorer):
         pngs = [self.png(image) for image in images]
         pairs = [(i, question) for i, row in enumerate(questions) for question in row]
         with self.client(self.base_url) as client:
-            found = client.map(lambda pair: self.answer(client, pngs[pair[0]], prompts[pair[0]], pair[1]), pairs)
-        left = iter(found)
+            replies = client.map(lambda pair: self.answer(client, pngs[pair[0]], prompts[pair[0]], pair[1]), pairs)
+        left = iter(replies)
         return [[next(left) for _ in row] for row in questions]
 
     def _no_questions(self, prompt: str, metadata: Metadata, form: str) -> DataError:
@@ -107,7 +107,7 @@ class DpgScorer(QuestionScorer):
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         graphs = [self.questions(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
         answers = self.answers(images, prompts, [list(graph.values()) for graph in graphs])
-        given = [dict(zip(graph, found, strict=True)) for graph, found in zip(graphs, answers, strict=True)]
+        given = [dict(zip(graph, replies, strict=True)) for graph, replies in zip(graphs, answers, strict=True)]
         return {
             "score": [score(graph, own) for graph, own in zip(graphs, given, strict=True)],
             "yes": [fmean(own.values()) for own in given],
@@ -116,18 +116,18 @@ class DpgScorer(QuestionScorer):
     def questions(self, prompt: str, metadata: Metadata) -> dict[int, Question]:
         """Return the questions of a row by number; raises `DataError` if they are missing or malformed."""
         given = metadata.get(self.metadata_key)
-        found: dict[int, Question] = {}
+        questions: dict[int, Question] = {}
         try:
             for row in given if isinstance(given, list) else []:
                 text = row[TEXT]
                 if not isinstance(text, str) or not text.strip():
                     raise ValueError
-                found[int(row[ID])] = Question(text, tuple(map(int, str(row[PARENTS]).split(","))))
+                questions[int(row[ID])] = Question(text, tuple(map(int, str(row[PARENTS]).split(","))))
         except (KeyError, TypeError, ValueError):
-            found = {}
-        if not found:
+            questions = {}
+        if not questions:
             raise self._no_questions(prompt, metadata, f"objects with {ID}, {PARENTS} and {TEXT}")
-        return found
+        return questions
 
     def answer(self, client: Client, image: str, prompt: str, question: Question) -> bool:
         text = self.template.replace("{question}", question.text)
@@ -201,12 +201,12 @@ class GenEval2(QuestionScorer):
         """Return the questions of a row with their answers; raises `DataError` if they are missing or malformed."""
         given = metadata.get(self.metadata_key)
         pairs = [tuple(pair) for pair in given if isinstance(pair, list | tuple)] if isinstance(given, list) else []
-        found = [pair for pair in pairs if len(pair) == 2 and all(isinstance(part, str) and part for part in pair)]
-        if not found or not isinstance(given, list) or len(found) < len(given):
+        accepted = [pair for pair in pairs if len(pair) == 2 and all(isinstance(part, str) and part for part in pair)]
+        if not accepted or not isinstance(given, list) or len(accepted) < len(given):
             raise self._no_questions(prompt, metadata, "pairs of a question and its answer")
-        for question, answer in found:
+        for question, answer in accepted:
             words(question, answer)
-        return found
+        return accepted
 
     def answer(self, client: Client, image: str, prompt: str, question: Pair) -> tuple[float, bool]:
         """Return the probability of the correct answer, and whether it is the most likely one."""

@@ -53,14 +53,14 @@ ASKED = TypeAdapter(VoteRequest)
 def parse_request(values: object) -> VoteRequest:
     """Parse `values` from a request or the journal; raises `RewardError` if they are invalid."""
     try:
-        found = ASKED.validate_python(values)
+        request = ASKED.validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(["group", *map(str, first["loc"])])
         raise RewardError(f"{where}: {first['msg']} (is the run of another version of gerl?)") from None
-    if len(found.digests) != len(found.seeds):
-        raise RewardError(f"group: {len(found.digests)} digests for {len(found.seeds)} seeds: send one per image")
-    return found
+    if len(request.digests) != len(request.seeds):
+        raise RewardError(f"group: {len(request.digests)} digests for {len(request.seeds)} seeds: send one per image")
+    return request
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,10 @@ class Tokens:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        found = read_json(path) if path.exists() else {}
+        values = read_json(path) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise GerlError(f"{path} cannot be read ({reason(error)}): remove it, and voters get new links") from None
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 # --- The voting page, and the requests of the run
@@ -215,10 +215,10 @@ def _add_run(app: FastAPI, ballots: Ballots, tokens: Tokens) -> None:
             raise RewardError(f"got {len(files)} images for {len(group.seeds)} seeds: send one per seed")
         if files:
             tokens.keep()
-        found = ballots.ask(group, given.prompts[0], files, sources)
-        if isinstance(found, str):
-            return JSONResponse({"waiting": found, "version": VERSION}, 202)
-        return JSONResponse({"scores": {NAME: found}, "version": VERSION})
+        scores = ballots.ask(group, given.prompts[0], files, sources)
+        if isinstance(scores, str):
+            return JSONResponse({"waiting": scores, "version": VERSION}, 202)
+        return JSONResponse({"scores": {NAME: scores}, "version": VERSION})
 
 
 def _add_page(app: FastAPI) -> None:

@@ -87,7 +87,7 @@ class FDFO(Algorithm):
         final, overwritten = tape.steps[-1].x_next, tape.overwritten(len(tape.steps) - 1)
         towards = directions(final, partners(batch.samples), overwritten)[rows]
         credit = batch.credit[rows].to(towards.device)
-        found: list[Measures] = []
+        measures: list[Measures] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             rollout_mean = step.recorded_mean if self.guided else step.mean.detach()
@@ -101,11 +101,13 @@ class FDFO(Algorithm):
                 losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
                 sums["kl"] = kl.detach().sum()
             sums["loss"] = losses.detach().sum()
-            found.append(Measures(len(rows), sums, measured if self.guided else {}, deviation if self.guided else None))
+            measures.append(
+                Measures(len(rows), sums, measured if self.guided else {}, deviation if self.guided else None)
+            )
             return losses.sum() / num_pairs
 
         engine.replay(policy.pipe, tape, on_step, **options)
-        return summed(found)
+        return summed(measures)
 
 
 def partners(samples: Sequence[Sample]) -> torch.Tensor:

@@ -94,7 +94,7 @@ class NeighborGRPO(Algorithm):
         base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
         ids, guided = group_ids(batch.samples), settings.cfg != "off"
         groups = [(ids == ids[row]).nonzero().flatten().tolist() for row in rows]
-        found: list[Measures] = []
+        measures: list[Measures] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             latents, overwritten = tape.steps[k].x_next, tape.overwritten(k)
@@ -117,13 +117,13 @@ class NeighborGRPO(Algorithm):
                 kept: Metrics = (
                     metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}
                 )
-                found.append(Measures(1, kept, deviation=deviation if guided else None))
+                measures.append(Measures(1, kept, deviation=deviation if guided else None))
                 # anchors represent the other images of their group
                 total = total + loss * (len(group) / min(settings.anchors, len(group)))
             return total / num_pairs
 
         engine.replay(policy.pipe, tape, on_step, **options)
-        return summed(found)
+        return summed(measures)
 
 
 def log_policy(x: torch.Tensor, neighbours: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -72,16 +72,16 @@ def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None 
         logger.info("building %s without weights, and tracing it with shapes", config.model.path)
         with tempfile.TemporaryDirectory() as folder:
             facts = find_facts(config, Path(folder), DTYPES[config.model.dtype])
-    found = sized(config, facts, hardware, gpus, share)
-    logger.info("%s", text(found))
+    sizing = sized(config, facts, hardware, gpus, share)
+    logger.info("%s", text(sizing))
     if out is not None:
-        write_json(out, found.as_json())
-    if found.choice is None:
+        write_json(out, sizing.as_json())
+    if sizing.choice is None:
         raise TrainingError(
             f"{config.model.path} does not fit on {gpus} x {hardware} in any layout: use GPUs with more memory, or "
             "lower sampling.height and width, or model.lora_rank"
         )
-    return found
+    return sizing
 
 
 def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -> Sizing:
@@ -134,9 +134,9 @@ def configured(config: Config, facts: Facts) -> Layout:
     return Layout(ranks, model.shard, *kinds, checkpointing, model.offload, model.reshard)
 
 
-def text(found: Sizing) -> str:
+def text(sizing: Sizing) -> str:
     """Return the report for the terminal."""
-    facts, gpu = found.facts, GPUS[found.hardware]
-    tallies = {"rollout": facts.rollout, "update": facts.updates[found.layout.checkpointing]}
+    facts, gpu = sizing.facts, GPUS[sizing.hardware]
+    tallies = {"rollout": facts.rollout, "update": facts.updates[sizing.layout.checkpointing]}
     work = {name: tally.total / facts.images for name, tally in tallies.items()}  # per image
-    return rendered("sizing", **vars(found), fits=found.fits, gpu=gpu, room=layouts.room(gpu), work=work)
+    return rendered("sizing", **vars(sizing), fits=sizing.fits, gpu=gpu, room=layouts.room(gpu), work=work)

@@ -270,9 +270,9 @@ RECORD = "architectures.yaml"  # in gerl/assets
 @cache
 def architectures() -> dict[str, Any]:
     """Return the recorded architectures: `models` of the Hub, and `parts` that several of them share."""
-    found = yaml.safe_load((resources.files("gerl") / "assets" / RECORD).read_text(encoding="utf-8"))
-    assert isinstance(found, dict)
-    return found
+    values = yaml.safe_load((resources.files("gerl") / "assets" / RECORD).read_text(encoding="utf-8"))
+    assert isinstance(values, dict)
+    return values
 
 
 def named_on_record(path: str) -> str:
@@ -413,11 +413,11 @@ def _assembled(kind: type[DiffusionPipeline], components: Mapping[str, Any]) -> 
 def _class(name: str) -> type:
     library, _, kind = name.rpartition(".")
     module = importlib.import_module(library) if library in ("diffusers", "transformers") else None
-    found = getattr(module or diffusers, kind, None) or getattr(transformers, kind, None)
-    if found is None:
-        found = getattr(importlib.import_module(f"diffusers.pipelines.{library}"), kind)
-    assert isinstance(found, type)
-    return found
+    cls = getattr(module or diffusers, kind, None) or getattr(transformers, kind, None)
+    if cls is None:
+        cls = getattr(importlib.import_module(f"diffusers.pipelines.{library}"), kind)
+    assert isinstance(cls, type)
+    return cls
 
 
 def _module(kind: Any, config: dict[str, Any], dtype: torch.dtype, device: str) -> torch.nn.Module:
@@ -451,9 +451,9 @@ def recorded(config: Config) -> tuple[str, Facts] | None:
     for name in shipped("experiment"):
         file = resources.files("gerl") / "assets" / FOLDER / f"{name}.json"
         if file.is_file() and (recipe := compose_run([f"experiment={name}"]).config).model.path == config.model.path:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if "refused" not in found and _relevant(recipe) == wanted:
-                return name, Facts.from_json(found)
+            values = json.loads(file.read_text(encoding="utf-8"))
+            if "refused" not in values and _relevant(recipe) == wanted:
+                return name, Facts.from_json(values)
     return None
 
 

@@ -270,14 +270,14 @@ def cheapest(facts: Facts, batch: Batch, smallest: int, gpu: Gpu, gpus: int, sha
     candidates = [way for way in layouts(gpus, gpu.together, facts.whole) if way.checkpointing in facts.updates]
     for kinds in QUANTIZED:
         for part in halves(batch, smallest):
-            found = [
+            fitting = [
                 Choice(layout, part, taken, seconds(facts, layout, part, gpu, share))
                 for layout in candidates
                 if (layout.quantize, layout.quantize_encoders) == kinds
                 and (taken := memory(facts, layout, part)).peak <= room(gpu)
             ]
-            if found:
-                return min(found, key=lambda c: (c.seconds, c.layout.ranks, OFFLOADS.index(c.layout.offload)))
+            if fitting:
+                return min(fitting, key=lambda c: (c.seconds, c.layout.ranks, OFFLOADS.index(c.layout.offload)))
     return None
 
 

@@ -285,9 +285,9 @@ class Stage:
 
 
 def _distribution(values: Iterable[Any], names: Any) -> DiagonalGaussianDistribution:
-    found = object.__new__(DiagonalGaussianDistribution)
-    vars(found).update(zip(names, values, strict=True))
-    return found
+    distribution = object.__new__(DiagonalGaussianDistribution)
+    vars(distribution).update(zip(names, values, strict=True))
+    return distribution
 
 
 # so that `tree_map` reaches the tensors of what a VAE returns
@@ -405,15 +405,15 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _as_positions(self, indices: Any) -> list[Any]:
-        found: list[Any] = []
+        positions: list[Any] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
                 with _disable_current_modes():
-                    found += index.nonzero(as_tuple=True)
+                    positions += index.nonzero(as_tuple=True)
             else:
-                found.append(index)
-        self.count(found)
-        return found
+                positions.append(index)
+        self.count(positions)
+        return positions
 
     @staticmethod
     def _has_values(func: Any, args: Any, kwargs: Any) -> bool:

@@ -63,8 +63,8 @@ SCORERS = {
 def scorer_class(name: str) -> type[Scorer]:
     """Return the class of the built-in scorer `name`, one of `SCORERS`."""
     place = SCORERS[name]
-    found: type[Scorer] = pkgutil.resolve_name(place if place.startswith("gerl.") else f"{MODELS}.{place}")
-    return found
+    cls: type[Scorer] = pkgutil.resolve_name(place if place.startswith("gerl.") else f"{MODELS}.{place}")
+    return cls
 
 
 def asks_people(name: str) -> bool:

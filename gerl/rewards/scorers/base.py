@@ -131,13 +131,13 @@ Reference: TypeAlias = Path | Image.Image
 
 def reference_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> Reference:
     """Return the only image in the row's `column`, a path or PIL image; raises `DataError` for none or several."""
-    found = references_of(scorer, prompt, metadata, column)
-    if len(found) > 1:
+    references = references_of(scorer, prompt, metadata, column)
+    if len(references) > 1:
         raise DataError(
-            f"{prompt!r} has {len(found)} images in {column!r}, but {scorer} compares with one: use a column with "
+            f"{prompt!r} has {len(references)} images in {column!r}, but {scorer} compares with one: use a column with "
             "a single image for the scorer"
         )
-    return found[0]
+    return references[0]
 
 
 def references_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> list[Reference]:

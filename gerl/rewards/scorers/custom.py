@@ -38,32 +38,32 @@ def on_pictures(called: Callable[..., object], images: list[Any], prompts: list[
     for i, image in enumerate(images):
         pixels = tensors_of(image)[None] if isinstance(image, list) else tensors_of([image])
         with torch.no_grad():
-            found = called(pixels, prompts[i : i + 1], metadata[i : i + 1])
-        if not torch.is_tensor(found) or found.shape != (1,):
-            what = f"a tensor of shape {list(found.shape)}" if torch.is_tensor(found) else f"{found!r:.80}"
+            score = called(pixels, prompts[i : i + 1], metadata[i : i + 1])
+        if not torch.is_tensor(score) or score.shape != (1,):
+            what = f"a tensor of shape {list(score.shape)}" if torch.is_tensor(score) else f"{score!r:.80}"
             raise ReturnError(
                 f"returned {what} for images {list(pixels.shape)}, expected a tensor with one score per image, [1]"
             )
-        scores.append(float(found))
+        scores.append(float(score))
     return scores
 
 
-def checked(found: object, images: torch.Tensor, place: str) -> torch.Tensor:
-    """Return the scores `found` of `images`; raises `RewardError` unless they are a tensor `[B]` with a gradient."""
+def checked(scores: object, images: torch.Tensor, place: str) -> torch.Tensor:
+    """Return the `scores` of `images`; raises `RewardError` unless they are a tensor `[B]` with a gradient."""
     import torch
 
-    shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-    if not isinstance(found, torch.Tensor) or shape != [len(images)]:
+    shape = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+    if not isinstance(scores, torch.Tensor) or shape != [len(images)]:
         raise RewardError(
             f"a reward that takes tensors returned {shape} for images {list(images.shape)}: return a tensor with "
             f"one score per image, [{len(images)}]{place}"
         )
-    if images.requires_grad and not found.requires_grad:
+    if images.requires_grad and not scores.requires_grad:
         raise RewardError(
             "a reward that takes tensors returned scores without gradient: compute them from the images with torch "
             f"functions, without no_grad, detach or numpy{place}"
         )
-    return found
+    return scores
 
 
 # --- Argument binding of a custom function, by parameter names if they are known
@@ -140,20 +140,20 @@ def _assigned(
     if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
         return list(GIVEN), {}
     single = [p for p in parameters if p.kind in (*PLAIN, Parameter.KEYWORD_ONLY)]
-    found = {p.name: p.name for p in single if p.name in GIVEN}
-    required = [p for p in single if p.default is Parameter.empty and p.name not in found]
+    assigned = {p.name: p.name for p in single if p.name in GIVEN}
+    required = [p for p in single if p.default is Parameter.empty and p.name not in assigned]
     for what, names in SYNONYMS.items():
-        if what not in found.values() and (meant := [p for p in required if p.name in names]):
-            found[meant[0].name] = what
-    left = [what for what in GIVEN if what not in found.values()]
-    for parameter, what in zip((p for p in required if p.name not in found and p.kind in PLAIN), left, strict=False):
-        found[parameter.name] = what
+        if what not in assigned.values() and (meant := [p for p in required if p.name in names]):
+            assigned[meant[0].name] = what
+    left = [what for what in GIVEN if what not in assigned.values()]
+    for parameter, what in zip((p for p in required if p.name not in assigned and p.kind in PLAIN), left, strict=False):
+        assigned[parameter.name] = what
     positional = []
     for parameter in signature.parameters.values():  # by position where possible: a decorator may not accept keywords
-        if parameter.name not in found or parameter.kind not in PLAIN:
+        if parameter.name not in assigned or parameter.kind not in PLAIN:
             break
-        positional.append(found.pop(parameter.name))
-    return positional, found
+        positional.append(assigned.pop(parameter.name))
+    return positional, assigned
 
 
 class UserScorer(Scorer):
@@ -205,8 +205,8 @@ class CustomScorer(UserScorer):
 
 
 def _function(key: str, path: str, function: str, module: ModuleType) -> Callable[..., object]:
-    found: Callable[..., object] | None = getattr(module, function, None)
-    if found is None:
+    member: Callable[..., object] | None = getattr(module, function, None)
+    if member is None:
         names = [
             n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
@@ -216,9 +216,9 @@ def _function(key: str, path: str, function: str, module: ModuleType) -> Callabl
             f"{key}.function={function}: {path} defines no such function{only}; "
             + (f"set {key}.function={likely[0]}" if likely else f"add def {function}(images, prompts, metadata)")
         )
-    if not callable(found):
-        raise RewardError(f"{key}.function={function}: in {path} it is a {type(found).__name__}; name a function")
-    return found
+    if not callable(member):
+        raise RewardError(f"{key}.function={function}: in {path} it is a {type(member).__name__}; name a function")
+    return member
 
 
 # --- Custom scorer from the calling program
@@ -228,14 +228,14 @@ class FunctionScorer(UserScorer):
     """Scorer that calls a program's function, see `Call`; raises `RewardError` if it is missing or does not fit."""
 
     def __init__(self, key: str, path: str, kwargs: dict[str, object]) -> None:
-        found = function(path)
-        if found is None:
+        scorer = function(path)
+        if scorer is None:
             raise RewardError(
                 f"{key}.path={path}: this was a function of a Python program; pass it again there, with "
                 "gerl.train(..., resume=FOLDER) or gerl.evaluate(..., reward=FUNCTION), or give the file of a "
                 "function"
             )
-        super().__init__(Call(key, path.removeprefix(PREFIX), found, kwargs))
+        super().__init__(Call(key, path.removeprefix(PREFIX), scorer, kwargs))
 
     def place(self, error: BaseException | None = None) -> str:
         code = getattr(inspect.unwrap(self.call.function), "__code__", None)

@@ -123,7 +123,7 @@ class Colour(Scorer):
 
     @cached_property
     def _table(self) -> dict[str, np.ndarray]:
-        found = {}
+        table = {}
         for name, value in self.colours.items():
             try:
                 rgb = ImageColor.getrgb(value)[:3] if isinstance(value, str) else tuple(value)
@@ -131,8 +131,8 @@ class Colour(Scorer):
                 rgb = ()
             if len(rgb) != 3 or not all(0 <= part <= 255 for part in rgb):
                 raise RewardError(f"colours: {name}={value}: expected [R, G, B] from 0 to 255, or a CSS colour")
-            found[name.lower()] = np.array(rgb) / 255
-        return found
+            table[name.lower()] = np.array(rgb) / 255
+        return table
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         scores = [self._score(image, prompt) for image, prompt in zip(images, prompts, strict=True)]

@@ -86,10 +86,10 @@ def _find(source: str, file: str) -> Path | None:
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
     try:
-        found = try_to_load_from_cache(source, file)
+        cached = try_to_load_from_cache(source, file)
     except ValueError:  # neither a folder nor the id of a repository
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _has_model(source: str) -> bool:
@@ -106,11 +106,11 @@ def offers(prompts: Sequence[Prompt], gpu: bool) -> list[str]:
 
     `gpu`: give those with a network a share of a GPU.
     """
-    found = [name for name in OFFERED if not missing(name, {}) and _applies(name, prompts)]
-    shares = [{"gpus": 0.1} if gpu and name != "ocr" else {} for name in found]
+    names = [name for name in OFFERED if not missing(name, {}) and _applies(name, prompts)]
+    shares = [{"gpus": 0.1} if gpu and name != "ocr" else {} for name in names]
     return [
         typed({f"+reward.scorers.{name}": {"weight": 0, "during": "validation", **share}})
-        for name, share in zip(found, shares, strict=True)
+        for name, share in zip(names, shares, strict=True)
     ]
 
 

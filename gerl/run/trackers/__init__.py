@@ -29,5 +29,5 @@ def check_trackers(config: LoggerConfig) -> None:
 
 def is_installed(package: str) -> bool:
     """Whether a package can be imported, without importing it."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None  # a folder of that name, such as wandb's own, is no package
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of that name, such as wandb's own, is no package

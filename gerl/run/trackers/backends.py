@@ -106,8 +106,8 @@ class Mlflow:
         if project is None and given:
             return given
         name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        found: Any = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self._client.create_experiment(name))
+        experiment: Any = self._client.get_experiment_by_name(name)
+        return str(experiment.experiment_id if experiment else self._client.create_experiment(name))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         now = int(time.time() * 1000)

@@ -247,13 +247,13 @@ class Record:
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         try:
-            found = read_json(path)
+            stored = read_json(path)
         except FileNotFoundError:
-            found = {}
+            stored = {}
         except (OSError, ValueError) as error:
             logger.warning("%s cannot be read (%s): trackers start new runs", path, error)
-            found = {}
-        entries = found.items() if isinstance(found, dict) else ()
+            stored = {}
+        entries = stored.items() if isinstance(stored, dict) else ()
         self._runs = {
             name: {key: str(entry[key]) for key in KEYS}
             for name, entry in entries

@@ -71,9 +71,9 @@ class Critic(Extension):
         algorithm, rewards = run.algorithm, step.rewards
         assert isinstance(algorithm, FlowGRPO) and isinstance(algorithm.settings, ChainConfig) and rewards is not None
         with step.watch("critic"), one_thread():
-            found = [states for states in run.fleet.on_trajectories(states_of) if states is not None]
-            self._describe(found, step.number)
-            inputs = Inputs.of(found, rewards.rows)
+            seen = [states for states in run.fleet.on_trajectories(states_of) if states is not None]
+            self._describe(seen, step.number)
+            inputs = Inputs.of(seen, rewards.rows)
             returns, settings = algorithm.returns(rewards), algorithm.settings
             self.model.observe(inputs, returns)
             values = self.model.values(inputs)
@@ -83,10 +83,10 @@ class Critic(Extension):
         if trained >= self.config.critic.warmup_steps:
             step.rewards = replace(rewards, values=values)
 
-    def _describe(self, found: Sequence[States], number: int) -> None:
+    def _describe(self, states: Sequence[States], number: int) -> None:
         if not self.described:
-            kind, size = "hidden states" if found[0].hidden else "latents", found[0].features.shape[-1]
-            prompts = found[0].prompts.shape[1]
+            kind, size = "hidden states" if states[0].hidden else "latents", states[0].features.shape[-1]
+            prompts = states[0].prompts.shape[1]
             seen = f"prompt embeddings of {prompts:,}" if prompts else "no prompt embedding"
             left = self.config.critic.warmup_steps - self.model.trained
             used = f"; its values are used from step {number + left} on" if left > 0 else ""
@@ -199,9 +199,9 @@ class Inputs:
     samples: int
 
     @classmethod
-    def of(cls, found: Sequence[States], rows: Sequence[int]) -> Inputs:
+    def of(cls, tasks: Sequence[States], rows: Sequence[int]) -> Inputs:
         """Join the states of all tasks and select the samples `rows`."""
-        kinds = {(states.features.shape[-1], states.prompts.shape[-1]) for states in found}
+        kinds = {(states.features.shape[-1], states.prompts.shape[-1]) for states in tasks}
         if len(kinds) > 1:
             raise ModelError(
                 "the critic would see features of several sizes, which the pipeline computes for different samples; "
@@ -210,7 +210,7 @@ class Inputs:
         first = 0
         parts: list[tuple[torch.Tensor, ...]] = []
         number = {row: i for i, row in enumerate(rows)}  # in the table of scores -> among the trainable samples
-        for states in found:
+        for states in tasks:
             own = [i for i in range(len(states.features)) if first + i in number]
             row = torch.tensor([number[first + i] for i in own], dtype=torch.long)
             first += len(states.features)
@@ -254,14 +254,14 @@ class ValueModel:
         nn.init.zeros_(last.weight)  # at first every value is the mean reward
         nn.init.zeros_(last.bias)
         self.network = nn.Sequential(*layers)
-        found = {"trained": torch.tensor(0), "updates": torch.tensor(0)}
-        found["targets"] = torch.zeros(2, dtype=torch.double)  # averages of the targets and of their squares
+        tensors = {"trained": torch.tensor(0), "updates": torch.tensor(0)}
+        tensors["targets"] = torch.zeros(2, dtype=torch.double)  # averages of the targets and of their squares
         for name, rows, size in (("features", self.num_steps, features), ("prompts", 1, prompts)):
-            found |= {f"{name}/{part}": torch.zeros(rows, size, dtype=torch.double) for part in ("mean", "squares")}
-            found[f"{name}/count"] = torch.zeros(rows, dtype=torch.double)
+            tensors |= {f"{name}/{part}": torch.zeros(rows, size, dtype=torch.double) for part in ("mean", "squares")}
+            tensors[f"{name}/count"] = torch.zeros(rows, dtype=torch.double)
         for name, p in self.network.state_dict().items():  # which shares the memory of the parameters
-            found |= {f"network/{name}": p} | {f"{moment}/{name}": torch.zeros_like(p) for moment in MOMENTS}
-        self.tensors = found
+            tensors |= {f"network/{name}": p} | {f"{moment}/{name}": torch.zeros_like(p) for moment in MOMENTS}
+        self.tensors = tensors
 
     def observe(self, inputs: Inputs, returns: torch.Tensor) -> None:
         """Update the statistics by which features are standardised, by step; first values: the mean of `returns`."""
@@ -306,9 +306,9 @@ class ValueModel:
     def values(self, inputs: Inputs) -> torch.Tensor:
         """Return the values of the samples at each step, [B, T], NaN where there is no state."""
         mean, std = self.scale()
-        found = torch.full((inputs.samples, self.num_steps), torch.nan)
-        found[inputs.row, inputs.step] = mean + std * self.network(self._inputs(inputs)).squeeze(1)
-        return found
+        values = torch.full((inputs.samples, self.num_steps), torch.nan)
+        values[inputs.row, inputs.step] = mean + std * self.network(self._inputs(inputs)).squeeze(1)
+        return values
 
     def learn(self, inputs: Inputs, targets: torch.Tensor) -> Metrics:
         """Take the optimizer steps of a trainer step towards `targets` [B, T]; return loss and gradient norm."""
@@ -320,8 +320,8 @@ class ValueModel:
         known = self._inputs(inputs)
         with torch.no_grad():
             before = self.network(known).squeeze(1)
-        found = [self._update(known, normalised, before) for _ in range(self.config.updates)]
-        loss, norm = torch.tensor(found).mean(0).tolist()
+        measures = [self._update(known, normalised, before) for _ in range(self.config.updates)]
+        loss, norm = torch.tensor(measures).mean(0).tolist()
         return {"critic/loss": loss, "critic/grad_norm": norm}
 
     def _update(self, known: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> tuple[float, float]:
@@ -351,11 +351,11 @@ class ValueModel:
         self.tensors = {}
         if state is None:
             return
-        found = unpack_tensors(state)
+        tensors = unpack_tensors(state)
         try:
-            self.build(found["features/mean"].shape[1], found["prompts/mean"].shape[1])
+            self.build(tensors["features/mean"].shape[1], tensors["prompts/mean"].shape[1])
             for name, tensor in self.tensors.items():
-                tensor.copy_(found[name])
+                tensor.copy_(tensors[name])
         except (KeyError, RuntimeError):
             self.tensors = {}
             raise CheckpointError(

@@ -34,21 +34,21 @@ class DebugLines(Extension):
             logger.debug("step %d: %d of %d images have credit", step.number, int(some.sum()), len(some))
 
     def updated(self, run: Run, step: Step) -> None:
-        found = ", ".join([f"{name} {value:.4g}" for name, value in step.metrics.items() if name.startswith("actor/")])
-        logger.debug("step %d: %s", step.number, found)
+        words = ", ".join([f"{name} {value:.4g}" for name, value in step.metrics.items() if name.startswith("actor/")])
+        logger.debug("step %d: %s", step.number, words)
 
     def logged(self, run: Run, step: Step) -> None:
         seconds = {k: v for k, v in step.watch.metrics.items() if k.startswith("timing/")}
-        found = [f"{k.removeprefix('timing/').removesuffix('_s')} {v:.2f} s" for k, v in seconds.items()]
-        logger.debug("step %d: %s", step.number, ", ".join(found))
+        words = [f"{k.removeprefix('timing/').removesuffix('_s')} {v:.2f} s" for k, v in seconds.items()]
+        logger.debug("step %d: %s", step.number, ", ".join(words))
 
 
 def scores_in_words(scores: Scores) -> str:
     """Return the number of images, and of each column how many have a value and between which they lie."""
-    found = [f"{len(scores.samples)} images"]
+    parts = [f"{len(scores.samples)} images"]
     for name, column in {"reward": scores.totals, **scores.by_scorer}.items():
         values = [value for value in column if value is not None]
-        found.append(f"{name} {min(values):.4g} to {max(values):.4g}" if values else f"{name} has no value")
+        parts.append(f"{name} {min(values):.4g} to {max(values):.4g}" if values else f"{name} has no value")
         if len(values) < len(column):
-            found[-1] += f" ({len(values)} values)"
-    return ", ".join(found)
+            parts[-1] += f" ({len(values)} values)"
+    return ", ".join(parts)

@@ -165,12 +165,12 @@ def add_state(file: TensorFile, run: Run, prefix: str) -> WorkerState:
 
     trainers = run.fleet.trainers
     ranks = [0] if run.config.model.train == "lora" else writers(run.config, 0)
-    found = [trainers.submit(rank, state_sizes).result() for rank in ranks]
-    names, numbers = list(found[0][0]), found[0][1]
+    sizes = [trainers.submit(rank, state_sizes).result() for rank in ranks]
+    names, numbers = list(sizes[0][0]), sizes[0][1]
     while names:
         chosen, size = list[str](), 0
-        while names and (not chosen or size + found[0][0][names[0]] <= CHUNK):
-            size += found[0][0][names[0]]
+        while names and (not chosen or size + sizes[0][0][names[0]] <= CHUNK):
+            size += sizes[0][0][names[0]]
             chosen.append(names.pop(0))
         parts = [trainers.submit(rank, state_parts, chosen).result() for rank in ranks]
         for name in chosen:

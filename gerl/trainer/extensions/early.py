@@ -121,7 +121,7 @@ class EarlyGradient:
             for task in self.tasks[begun:]:
                 self._begin(credit[task.id])
             results = [call.result() for call in self.calls]
-            stats = [found for found, _, _ in results if found is not None]
+            stats = [stat for stat, _, _ in results if stat is not None]
             if len(stats) == len(results):
                 order = sorted(range(len(stats)), key=lambda n: self.processes[n])
                 seconds = sum(max(0.0, min(end, scored) - start) for _, start, end in results[:begun])

@@ -73,14 +73,14 @@ class EpisodeImages(TrainingImages):
         self.pixels += pixels_of(images)
         if number < len(turns) - 1:
             return None
-        found, pixels = self.scores, self.pixels
-        run.picture(step.number, "validation_episode", episode_sheet(found, pixels))
+        episodes, pixels = self.scores, self.pixels
+        run.picture(step.number, "validation_episode", episode_sheet(episodes, pixels))
         if written:
-            found.add(texts_of(found, turns[0].role))
+            episodes.add(texts_of(episodes, turns[0].role))
         ends = [scores.samples[i].prompt.id for i in shown_images(len(scores.samples), self.config.validation)]
-        each = sum(sample.prompt.id == ends[0] for sample in found.samples)
+        each = sum(sample.prompt.id == ends[0] for sample in episodes.samples)
         prompts = evenly(list(dict.fromkeys(ends)), max(1, HELD_OUT // each))
-        values, shown = arranged(found, pixels, prompts=prompts)
+        values, shown = arranged(episodes, pixels, prompts=prompts)
         with self.saving():
             save_held_out(run, step.number, values, shown)
         self.scores, self.pixels = Scores(), []
@@ -155,11 +155,11 @@ def arranged(
 
 def _by_prompt(samples: Sequence[Sample], prompts: Sequence[int] | None) -> list[list[int]]:
     """Return the rows of each prompt, of `prompts` only if given."""
-    found: dict[int, list[int]] = {prompt: [] for prompt in prompts or ()}
+    rows: dict[int, list[int]] = {prompt: [] for prompt in prompts or ()}
     for row, sample in enumerate(samples):
-        if prompts is None or sample.prompt.id in found:
-            found.setdefault(sample.prompt.id, []).append(row)
-    return list(found.values())
+        if prompts is None or sample.prompt.id in rows:
+            rows.setdefault(sample.prompt.id, []).append(row)
+    return list(rows.values())
 
 
 def _ordered(rows: Sequence[int], samples: Sequence[Sample], pixels: Sequence[np.ndarray]) -> list[int]:
@@ -217,7 +217,7 @@ def described(prompt: Prompt, total: float | None) -> str:
 
 def _chain_to(row: int, samples: Sequence[Sample], pixels: Sequence[np.ndarray]) -> list[int]:
     """Return the rows of the images from which image `row` was made, and itself, in the order of the turns."""
-    found = [row]
-    while (start := _start(found[0], samples, pixels)) is not None:
-        found.insert(0, start)
-    return found
+    chain = [row]
+    while (start := _start(chain[0], samples, pixels)) is not None:
+        chain.insert(0, start)
+    return chain

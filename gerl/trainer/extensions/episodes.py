@@ -137,18 +137,18 @@ class Episodes(Extension):
         groups: dict[Group, list[int]] = {}
         for row, sample in enumerate(scores.samples):
             groups.setdefault(sample.group, []).append(row)
-        found: list[int] = []
+        chosen_rows: list[int] = []
         for group, rows in groups.items():
             match self.config.episode.next:
                 case "each":
-                    found += rows
+                    chosen_rows += rows
                 case "best":
                     known = [row for row in rows if scores.totals[row] is not None]
-                    found.append(max(known or rows[:1], key=lambda row: scores.totals[row] or 0.0))
+                    chosen_rows.append(max(known or rows[:1], key=lambda row: scores.totals[row] or 0.0))
                 case "sample":
                     parts = (group.prompt, group.turn or 0, -1 if group.branch is None else group.branch)
-                    found.append(rows[derive_seed("state", self.config.trainer.seed, step, *parts) % len(rows)])
-        return found
+                    chosen_rows.append(rows[derive_seed("state", self.config.trainer.seed, step, *parts) % len(rows)])
+        return chosen_rows
 
     def rewarded(self, run: Run, step: Step) -> None:
         assert step.rewards is not None
@@ -163,9 +163,9 @@ class Episodes(Extension):
         assert self.texts is not None
         texts, writer = len(self.texts.samples), self.turns.parsed[0].role
         images = [rewards.totals for name, rewards in self.rewards.items() if name != writer]
-        found = reward_metrics(part_of(scores, 0, len(scores.samples) - texts), self.config.reward)
-        found["reward/std"] = float(torch.cat(images).std(correction=0)) if images else float("nan")
-        return found | {"turn_0/reward/mean": mean(scores.totals[-texts:])}
+        metrics = reward_metrics(part_of(scores, 0, len(scores.samples) - texts), self.config.reward)
+        metrics["reward/std"] = float(torch.cat(images).std(correction=0)) if images else float("nan")
+        return metrics | {"turn_0/reward/mean": mean(scores.totals[-texts:])}
 
     def credited(self, run: Run, step: Step) -> None:
         assert step.credit is not None
@@ -230,7 +230,7 @@ def returns(kind: str, scores: Scores) -> list[float | None]:
     """Return the reward of each image `[B]`: of its turn, the mean over its descendants in the last, or the sum."""
     if kind == "turn":
         return list(scores.totals)
-    found = list(scores.totals)
+    values = list(scores.totals)
     members: dict[tuple[int, int], list[int]] = {}  # prompt and turn -> rows, in the order of their states
     children: dict[tuple[int, int, int], list[int]] = {}  # prompt, turn and state -> rows
     for row, sample in enumerate(scores.samples):
@@ -243,20 +243,20 @@ def returns(kind: str, scores: Scores) -> list[float | None]:
             later = children.get((prompt, turn + 1, state))
             if later is None:
                 continue
-            known = [value for child in later if (value := found[child]) is not None]
+            known = [value for child in later if (value := values[child]) is not None]
             rest = sum(known) / len(known) if len(known) == len(later) else None
             own = scores.totals[row] if kind == "sum" else 0.0
-            found[row] = None if rest is None or own is None else own + rest
-    return found
+            values[row] = None if rest is None or own is None else own + rest
+    return values
 
 
 def text_returns(samples: Sequence[Sample], scores: Scores) -> list[float | None]:
     """Return the reward of each text `[B]`: the mean over the images sampled for it; None: one of them has none."""
-    found: dict[tuple[int, int | None], list[float | None]] = {}
+    by_text: dict[tuple[int, int | None], list[float | None]] = {}
     for image, total in zip(scores.samples, scores.totals, strict=True):
         if image.turn == 1:
-            found.setdefault((image.prompt.id, image.branch), []).append(total)
-    own = [found[sample.prompt.id, sample.index] for sample in samples]
+            by_text.setdefault((image.prompt.id, image.branch), []).append(total)
+    own = [by_text[sample.prompt.id, sample.index] for sample in samples]
     return [None if None in totals else mean(totals) for totals in own]
 
 

@@ -107,9 +107,9 @@ class Gate:
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Restore what `state` returned; None: the initial state. Raises `CheckpointError` if it has another form."""
         try:
-            found = {"share": self.first, "past": []} if state is None else state
-            share = TypeAdapter(float).validate_python(found["share"])
-            past: Sequence[float] = TypeAdapter(list[float]).validate_python(found["past"])
+            values = {"share": self.first, "past": []} if state is None else state
+            share = TypeAdapter(float).validate_python(values["share"])
+            past: Sequence[float] = TypeAdapter(list[float]).validate_python(values["past"])
         except (ValidationError, KeyError, TypeError):
             raise CheckpointError("state.json has no usable extensions.gardo: share and past doubts") from None
         self.share, self.past = share, list(past)

@@ -32,8 +32,8 @@ class HackingGuard(Extension):
         looks = validation_steps(run.run_dir, "look")
         for earlier in sorted({*validation_steps(run.run_dir), *looks}):
             name = "look" if earlier in looks else "step"
-            if earlier <= run.state.step and (found := load_scores(run.run_dir, earlier, name)) is not None:
-                (self.baselines.add_look if name == "look" else self.baselines.add)(found)
+            if earlier <= run.state.step and (scores := load_scores(run.run_dir, earlier, name)) is not None:
+                (self.baselines.add_look if name == "look" else self.baselines.add)(scores)
 
     def validated(self, run: Run, step: Step) -> None:
         """Log the signals, which also keep the checkpoint from being the best, and act on them."""
@@ -123,12 +123,12 @@ class HackingGuard(Extension):
         if directive.kl_coef is not None:
             self.log.advise(run.state.step, directive.kl_coef, sentence, self.config.guard.action)
 
-    def _ended(self, found: list[Signal], why: str = "") -> GuardError:
+    def _ended(self, signals: list[Signal], why: str = "") -> GuardError:
         """Build the error that ends the run after the last validation; `why` says why it does not roll back."""
-        first, *others = found
+        first, *others = signals
         also = f" (and {', '.join(signal.key for signal in others)})" if others else ""
         return GuardError(
             f"step {first.step}: guard.action={self.config.guard.action} ended the run for {first.key}{also}: "
             f"{first.text}; {why}check the images in the report, and change the reward, or continue with "
-            f"guard.ignored=[{','.join(signal.key for signal in found)}] or guard.action=warn"
+            f"guard.ignored=[{','.join(signal.key for signal in signals)}] or guard.action=warn"
         )

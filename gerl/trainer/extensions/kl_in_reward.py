@@ -24,7 +24,7 @@ class KLInReward(Extension):
         if coef <= 0 or step.rewards is None:
             return
         with step.watch("update"):
-            kl = [value for found in run.fleet.on_trajectories(kl_to_base) for value in found]
+            kl = [value for values in run.fleet.on_trajectories(kl_to_base) for value in values]
         paid = torch.tensor(kl) if step.kl_weight is None else step.kl_weight * torch.tensor(kl)
         step.rewards = replace(step.rewards, totals=step.rewards.totals - coef * paid[list(step.rewards.rows)])
         step.metrics["reward/kl"] = mean(kl)

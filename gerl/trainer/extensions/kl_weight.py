@@ -62,20 +62,20 @@ class MeasuredKL(Extension):
         pairs = count_pairs([(task, credit[task.id]) for task in tasks])
         reason = "one of the two gradients is 0 or not finite"
         try:
-            found = balancing_weight(run.fleet, credit, pairs, KLWeight(0.0, factors))
+            balance = balancing_weight(run.fleet, credit, pairs, KLWeight(0.0, factors))
         except ClusterError:  # a worker died: the step is repeated
             raise
         # a measurement must not end a run that may not even use it
         except Exception as error:
             logger.debug("the weight of the KL was not measured", exc_info=True)
-            found, reason = math.nan, str(error) or type(error).__name__
+            balance, reason = math.nan, str(error) or type(error).__name__
             drop_gradients(run.fleet)  # raises `ClusterError` if the cause is the death of a worker
-        if math.isnan(found):
+        if math.isnan(balance):
             logger.warning(
                 "step %d: guard: the weight of the KL could not be measured (%s): set algorithm.kl_coef to use one",
                 *(step.number, reason),
             )
-        return found
+        return balance
 
     def updated(self, run: Run, step: Step) -> None:
         """Log the measured weight, once the step is sure to be finished."""

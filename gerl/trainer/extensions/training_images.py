@@ -76,9 +76,9 @@ def save_live_images(run: Run, step: Step) -> None:
     assert step.credit is not None
     scores, pixels = step.scores, list[np.ndarray]()
     for images in step.images:
-        found = list(images.result().pixels)
-        pixels += found[: MAX_IMAGES - len(pixels)]
-        if len(pixels) == MAX_IMAGES or found[0].ndim == 4:  # videos are large: those of one micro-batch are enough
+        part = list(images.result().pixels)
+        pixels += part[: MAX_IMAGES - len(pixels)]
+        if len(pixels) == MAX_IMAGES or part[0].ndim == 4:  # videos are large: those of one micro-batch are enough
             break
     groups: dict[Group, int] = {}
     prompts, shown = list[str](), list[LiveImage]()

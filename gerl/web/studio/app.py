@@ -124,12 +124,12 @@ class Studio:
         trust = self.is_trained_here(draft.keys.get("experiment", ""))
         return drafts.check(draft, self.root, trust, files)
 
-    def named(self, draft: Draft, found: Check) -> Check:
+    def named(self, draft: Draft, checked: Check) -> Check:
         """Return what was found of a draft, with the problem that its name is that of a run."""
         if not self.is_used(draft.name):
-            return found
+            return checked
         sentence = f"there is a run {draft.name} already: give this one another name"
-        return replace(found, problems=[Problem(sentence, "name"), *found.problems])
+        return replace(checked, problems=[Problem(sentence, "name"), *checked.problems])
 
     def draft(self, name: str) -> Draft:
         """Return a draft; raises `GerlError` if there is none of this name."""
@@ -186,27 +186,27 @@ def check_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
             checked = studio.compose(draft, Path(place))
     else:
         checked = studio.compose(draft)
-    found = asdict(checked if sentence else studio.named(draft, checked))
-    del found["prompts"]
-    problems = [asdict(Problem(sentence, "name", nameless))] * bool(sentence) + found["problems"]
-    line = shell_line(["gerl", draft.command, *found["arguments"]]) if found["arguments"] and not nameless else ""
+    answer = asdict(checked if sentence else studio.named(draft, checked))
+    del answer["prompts"]
+    problems = [asdict(Problem(sentence, "name", nameless))] * bool(sentence) + answer["problems"]
+    line = shell_line(["gerl", draft.command, *answer["arguments"]]) if answer["arguments"] and not nameless else ""
     said = {"line": line, "problems": problems, "name": "" if nameless else draft.name}
-    return found | said | {"saved": saved, "revision": given.get("revision") if sentence else draft.revision}
+    return answer | said | {"saved": saved, "revision": given.get("revision") if sentence else draft.revision}
 
 
 def start_run(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Queue the run of a draft; raises `GerlError` if it cannot be trained."""
     draft = studio.draft(str(given.get("name")))
-    found = studio.named(draft, studio.compose(draft))
-    if found.problems:
-        raise GerlError(found.problems[0].sentence)
+    checked = studio.named(draft, studio.compose(draft))
+    if checked.problems:
+        raise GerlError(checked.problems[0].sentence)
     gpus = given.get("gpus", 1)
     if type(gpus) is not int or not 1 <= gpus <= len(studio.jobs.devices):
         raise GerlError(f"gpus={gpus!r:.20}: there are {len(studio.jobs.devices)}")
     with studio.store.lock:
         if studio.is_used(draft.name):  # by another page meanwhile
             raise GerlError(f"the run {draft.name} has already been started")
-        job = studio.jobs.add(draft.command, found.arguments, draft.name, gpus, run=draft.name)
+        job = studio.jobs.add(draft.command, checked.arguments, draft.name, gpus, run=draft.name)
     return {"job": job.id}
 
 
@@ -285,11 +285,11 @@ def copy_run(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 def truncated_prompts(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Return a sentence per tokenizer that truncates prompts of a draft."""
-    found = studio.compose(studio.draft(str(given.get("draft"))))
-    if found.problems:
-        raise GerlError(found.problems[0].sentence)
-    path, sampling = found.values["model"]["path"], found.values["sampling"]
-    return {"truncated": studio.sampler.truncated(path, sampling, [prompt.text for prompt in found.prompts])}
+    checked = studio.compose(studio.draft(str(given.get("draft"))))
+    if checked.problems:
+        raise GerlError(checked.problems[0].sentence)
+    path, sampling = checked.values["model"]["path"], checked.values["sampling"]
+    return {"truncated": studio.sampler.truncated(path, sampling, [prompt.text for prompt in checked.prompts])}
 
 
 def sample_images(studio: Studio, given: Mapping[str, Any]) -> Any:
@@ -309,11 +309,11 @@ def sample_images(studio: Studio, given: Mapping[str, Any]) -> Any:
                 raise GerlError(f"{name} has no LoRA of step {step}")
     else:
         draft = studio.draft(str(given.get("draft")))
-    found = studio.compose(draft)
-    wrong = [problem for problem in found.problems if problem.key.startswith(("model.", "sampling.", "name"))]
-    if found.problems and (wrong or not found.values):
-        raise GerlError((wrong or found.problems)[0].sentence)
-    values, prompts = found.values, read_lines(lines, found.prompts)
+    checked = studio.compose(draft)
+    wrong = [problem for problem in checked.problems if problem.key.startswith(("model.", "sampling.", "name"))]
+    if checked.problems and (wrong or not checked.values):
+        raise GerlError((wrong or checked.problems)[0].sentence)
+    values, prompts = checked.values, read_lines(lines, checked.prompts)
     sampling = dict(values["sampling"]) | {"kernel": "ode"}
     sampling["num_inference_steps"] = values["validation"]["num_inference_steps"] or sampling["num_inference_steps"]
     request = SampleRequest(values["model"]["path"], prompts, sampling, seed, lora, float(scale))

@@ -133,12 +133,12 @@ def _mapping(text: str, key: str) -> dict[str, Any]:
     """Read `KEY: VALUE` lines; raises `ConfigError`."""
     why = ""
     try:
-        found = load_yaml(text)
+        values = load_yaml(text)
     except yaml.YAMLError as error:
-        found, why = None, f" ({reason(error)})"
-    if not isinstance(found, dict):
+        values, why = None, f" ({reason(error)})"
+    if not isinstance(values, dict):
         raise ConfigError(f"{key}: write KEY: VALUE, one per line{why}")
-    return found
+    return values
 
 
 def read_draft(given: Mapping[str, Any]) -> Draft:
@@ -201,15 +201,15 @@ def check(draft: Draft, root: Path, trust: bool = False, files: Path | None = No
     of which it is a copy does not run unless `trust`: keys that are typed name what may.
     """
     problems = [Problem(sentence, key, True) for key, sentence in missing(draft).items()]
-    left, found, files = with_stand_ins(draft), Check([]), files or root
+    left, result, files = with_stand_ins(draft), Check([]), files or root
     while len(problems) < MOST_PROBLEMS:
         try:
             arguments = left.arguments(files)
             copied = is_of_run(left.keys.get("experiment", "")) and not trust
             with only_typed(typed_texts(arguments) if copied else None):
                 composed, recipe = _compose(left, arguments)
-                found = Check(arguments, values=settings_of(composed.config), facts=_facts(composed))
-                found = _read(composed, recipe, found, draft)
+                result = Check(arguments, values=settings_of(composed.config), facts=_facts(composed))
+                result = _read(composed, recipe, result, draft)
             break
         except GerlError as error:
             problem = problem_of(error, left, files)
@@ -219,13 +219,13 @@ def check(draft: Draft, root: Path, trust: bool = False, files: Path | None = No
             if not leave_out(left, problem.key):
                 break
     with contextlib.suppress(GerlError):
-        found = dataclasses.replace(found, arguments=draft.arguments(root))
+        result = dataclasses.replace(result, arguments=draft.arguments(root))
     if not problems:
-        return found
-    facts = dict(found.facts)
+        return result
+    facts = dict(result.facts)
     for problem in problems:
         facts.pop(READ.get(problem.key, ""), None)
-    return dataclasses.replace(found, problems=problems, changes=[], facts=facts)
+    return dataclasses.replace(result, problems=problems, changes=[], facts=facts)
 
 
 def missing(draft: Draft) -> dict[str, str]:
@@ -305,13 +305,13 @@ def _facts(composed: Composed) -> dict[str, Any]:
     }
 
 
-def _read(composed: Composed, recipe: Composed, found: Check, draft: Draft) -> Check:
-    """Return `found` with what a run reads before it starts; raises `GerlError`."""
+def _read(composed: Composed, recipe: Composed, checked: Check, draft: Draft) -> Check:
+    """Return `checked` with what a run reads before it starts; raises `GerlError`."""
     inputs = read_inputs(composed)
     composed = dataclasses.replace(composed, config=inputs.config)  # with the scorers that stay watched
     prompts, held_out, values = inputs.prompts, inputs.held_out, settings_of(inputs.config)
     facts = _facts(composed) | {
-        "secrets": [read(a).key_or_group for a in found.arguments if "${oc.env:" not in a and redact(a) != a],
+        "secrets": [read(a).key_or_group for a in checked.arguments if "${oc.env:" not in a and redact(a) != a],
         "steps": planned_steps(inputs.config, prompts),
         "prompts": about(prompts),
         "held_out": about(held_out),
@@ -321,7 +321,7 @@ def _read(composed: Composed, recipe: Composed, found: Check, draft: Draft) -> C
     }
     distinct = {prompt.text: prompt for prompt in [*held_out, *prompts]}
     changes = changes_to(settings_of(recipe.config), values, draft, recipe.preset)
-    return Check(found.arguments, [], composed.yaml(), changes, values, facts, list(distinct.values()))
+    return Check(checked.arguments, [], composed.yaml(), changes, values, facts, list(distinct.values()))
 
 
 def changes_to(
@@ -400,12 +400,12 @@ def key_in(sentence: str) -> str:
 def described(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the help and the choices of each key."""
     known: dict[str, Any] = dict(keys())
-    found = {}
+    described_keys = {}
     for name in names:
         f = known[name]
         choices = ["true", "false"] if f.type is bool else _choices(f.type)
-        found[name] = {"help": f.metadata["help"], "choices": choices}
-    return found
+        described_keys[name] = {"help": f.metadata["help"], "choices": choices}
+    return described_keys
 
 
 def _choices(kind: Any) -> list[str]:

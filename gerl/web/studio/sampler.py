@@ -68,19 +68,19 @@ class Sampler:
             if request.lora is not None:
                 body["lora"] = name_of(request.lora)
                 self.ask(f"{address}/lora/{body['lora']}", {"path": str(request.lora)})
-            found: list[str] = self.ask(f"{address}/generate", body)["images"]
+            images: list[str] = self.ask(f"{address}/generate", body)["images"]
         folder.mkdir(parents=True, exist_ok=True)
-        for i, image in enumerate(found):
+        for i, image in enumerate(images):
             write_file(folder / f"{i:02}.png", base64.b64decode(image))
         rows = [{**prompt.metadata, "prompt": prompt.text} for prompt in prompts]
         write_file(folder / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        return found
+        return images
 
     def truncated(self, model: str, sampling: Mapping[str, Any], prompts: Sequence[str]) -> list[str]:
         """Return a sentence per tokenizer of the model that truncates some of the prompts."""
         body = {"prompts": list(prompts), "sampling": dict(sampling)}
-        found: list[str] = self.ask(f"{self.service(model)}/tokens", body)["truncated"]
-        return found
+        sentences: list[str] = self.ask(f"{self.service(model)}/tokens", body)["truncated"]
+        return sentences
 
     def close(self) -> None:
         """Stop the services."""
@@ -92,13 +92,13 @@ class Sampler:
         """Send a request to a service; raises `GerlError` with the message of its answer if it fails."""
         try:
             answer = exchange(self.session, "POST", address, MOST * IMAGE_BYTES, ANSWER, json=body)
-            found = load_json(answer.content)
+            content = load_json(answer.content)
         except (TimeoutError, UnreadableAnswer, requests.RequestException, HTTPError, ValueError) as error:
             sentence = f"the service of the model does not answer ({type(error).__name__}): see the log of its job"
             raise GerlError(sentence) from None
         if answer.status >= 300:
-            raise GerlError(str(found.get("error", answer.status)))
-        return dict(found)
+            raise GerlError(str(content.get("error", answer.status)))
+        return dict(content)
 
     def service(self, model: str) -> str:
         """Start the service of `model` unless it runs, wait until it is ready, and return its address."""
@@ -128,19 +128,19 @@ def read_lines(lines: Sequence[object], known: Sequence[Prompt]) -> list[Prompt]
 
     Raises `GerlError` for a row that cannot be read, and for a text without the image that `known` prompts have.
     """
-    by_text, found = {prompt.text: prompt for prompt in known}, []
+    by_text, rows = {prompt.text: prompt for prompt in known}, []
     pictured = next((name for prompt in known for name in COLUMNS if prompt.metadata.get(name)), None)
     for line in filter(None, (str(line).strip() for line in lines)):
         if line in by_text:
-            found.append(by_text[line])
+            rows.append(by_text[line])
         elif line.startswith("{"):
-            found.append(_read_row(line))
+            rows.append(_read_row(line))
         elif pictured is not None:
             row = json.dumps({"prompt": line, pictured: "FILE"})
             raise GerlError(f"{line!r:.80} is no prompt of the run, and its model takes an image: write {row}")
         else:
-            found.append(Prompt(len(found), line))
-    return found
+            rows.append(Prompt(len(rows), line))
+    return rows
 
 
 def _read_row(line: str) -> Prompt:

@@ -37,7 +37,7 @@ def test_a_signal_is_missed_after_some_steps_and_said_again_rarely() -> None:
     assert "rollout.n=12" in first and "dynamic_sampling" in first and "noise_level" not in first  # there is no noise
     assert health.last["health/no_signal_steps"] == 100
     assert steps(health, 1, DIFFERENT, signal=True) == [[]] and health.last["health/no_signal_steps"] == 0
-    assert health.found["no signal"].step == 100
+    assert health.findings["no signal"].step == 100
 
 
 def test_a_constant_scorer_is_named_where_others_still_differ() -> None:
@@ -45,14 +45,17 @@ def test_a_constant_scorer_is_named_where_others_still_differ() -> None:
     said = steps(health, PATIENCE, DIFFERENT | {"ocr": [0.0, None, 0.0]}, signal=True)
     assert [len(sentences) for sentences in said] == [0] * (PATIENCE - 1) + [1]
     assert "ocr gave 0 to every image" in said[-1][0] and "in quotes" in said[-1][0] and "my.txt" in said[-1][0]
-    assert set(health.found) == {"constant ocr"}  # a scorer that is only watched may be constant
+    assert set(health.findings) == {"constant ocr"}  # a scorer that is only watched may be constant
 
 
 def test_where_all_scorers_are_constant_the_missing_signal_is_not_said_as_well() -> None:
     health = Health(CONFIG)
     steps(health, PATIENCE, {"ocr": [1.0, 1.0], "mine": [0.0, 0.0]})
-    assert set(health.found) == {"constant ocr", "constant mine"}
-    assert "harder prompts" in health.found["constant ocr"].text and "quotes" not in health.found["constant mine"].text
+    assert set(health.findings) == {"constant ocr", "constant mine"}
+    assert (
+        "harder prompts" in health.findings["constant ocr"].text
+        and "quotes" not in health.findings["constant mine"].text
+    )
 
 
 def test_another_constant_is_not_the_same_and_failures_are_no_scores() -> None:
@@ -72,7 +75,7 @@ def test_all_it_knows_is_in_the_rows() -> None:
     for row in rows[:7]:
         resumed.observe(row)
     assert steps(resumed, 13, DIFFERENT) == said[7:] and any(said[7:])
-    assert resumed.last == whole.last and resumed.found == whole.found
+    assert resumed.last == whole.last and resumed.findings == whole.findings
 
 
 def off_policy(step: int, outside: float | None, **more: float) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def test_a_trust_region_that_does_everything_or_nothing_is_said(outside: list[fl
     health = Health(CONFIG | {"algorithm": settings, "actor": {"lr": 1e-3, "updates_per_step": 2}})
     rows = [off_policy(step, share, clip_range=9.2e-4) for step, share in enumerate(outside, 1)]
     said = [text for row in rows for text in health.observe(row)]
-    assert list(health.found) == ([] if kind is None else [kind]) and len(said) == (kind is not None)
+    assert list(health.findings) == ([] if kind is None else [kind]) and len(said) == (kind is not None)
     for text in said:
         assert f"step {len(outside)}: " in text and "0.0021" in text and "the clip range, 0.00092" in text
         remedies = ("actor.lr=0.001", "actor.updates_per_step=1") if "always" in str(kind) else ("updates_per_step=2",)

@@ -19,12 +19,12 @@ def test_runs_are_found_below_a_folder_and_beside_a_run(tmp_path: Path) -> None:
     make(outputs / "signs" / ".hidden")
     (outputs / "signs" / "link").symlink_to(tmp_path, target_is_directory=True)
     names = ["other/sweeps/t/0_x", "signs/one"]
-    assert list(Folders.of(outputs).found()) == names and Folders.of(outputs).chosen is None
+    assert list(Folders.of(outputs).runs()) == names and Folders.of(outputs).chosen is None
     found = Folders.of(one)
-    assert found.chosen == "signs/one" and list(found.found()) == names and found.found()["signs/one"] == one.resolve()
-    assert list(Folders.of(swept).found()) == ["0_x"]
+    assert found.chosen == "signs/one" and list(found.runs()) == names and found.runs()["signs/one"] == one.resolve()
+    assert list(Folders.of(swept).runs()) == ["0_x"]
     make(outputs / "signs" / "later")
-    assert "signs/later" in found.found()
+    assert "signs/later" in found.runs()
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:

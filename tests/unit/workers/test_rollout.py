@@ -219,7 +219,7 @@ def test_samples_drawn_one_by_one_train_as_those_drawn_together(name: str) -> No
     rollout = rollout_of(PRX, config)
     task, together, whole = drawn(rollout, config)
     expected = gradient(rollout, config, task, whole)
-    rollout.format.found["rollout"] = FORMATS[1]
+    rollout.format.formats["rollout"] = FORMATS[1]
     _, apart, parts = drawn(rollout, config)
     assert len(parts.tapes) > len(whole.tapes) and np.abs(apart.astype(int) - together).max() <= 1
     assert float((gradient(rollout, config, task, parts) - expected).norm() / expected.norm()) < 1e-3
@@ -238,4 +238,4 @@ def test_a_pipeline_that_refuses_every_way_says_why_it_refused_the_first() -> No
     rollout.sampling.call["height"] = 17
     with pytest.raises(CallRefused, match=r"divisible by.*sampling\.call\.height=17"):
         drawn(rollout, config)
-    assert "rollout" not in rollout.format.found
+    assert "rollout" not in rollout.format.formats
