@@ -226,8 +226,8 @@ class Scores:
         Dataset images have the scores of their files.
         """
         totals, columns, failures = other.totals, other.by_scorer, other.failures
-        if given := [sample.dataset_image.score for sample in other.samples if sample.dataset_image is not None]:
-            self.given, totals, columns, failures = True, list(given), {}, [[] for _ in given]
+        if preferences := [sample.dataset_image.score for sample in other.samples if sample.dataset_image is not None]:
+            self.given, totals, columns, failures = True, list(preferences), {}, [[] for _ in preferences]
         for name in {**self.by_scorer, **columns}:
             known = self.by_scorer.setdefault(name, [None] * len(self.samples))
             known.extend(columns.get(name, [None] * len(other.samples)))

@@ -142,13 +142,13 @@ def warm_row(options: Options) -> tuple[str, dict[str, Any]] | None:
         )
     if not options.warm_up:
         return None
-    given = options.warm_prompt is not None or options.warm_metadata
+    has_row = options.warm_prompt is not None or options.warm_metadata
     prompt = WARM_PROMPT if options.warm_prompt is None else options.warm_prompt
     try:
         scorer.check_prompts([])  # what it says of prompts is meant for a run's
         scorer.check_prompt(prompt, options.warm_metadata)
     except DataError as error:
-        if given:
+        if has_row:
             raise ConfigError(f"warm_prompt and warm_metadata: {error}") from None
         logger.warning("no warm-up, the first request will take longer: set warm_prompt or warm_metadata (%s)", error)
         return None
@@ -195,11 +195,11 @@ def run(options: Options, stop: threading.Event) -> None:
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; return the exit code: 0 after Ctrl-C or SIGTERM, 1 for an error, 2 for wrong arguments."""
 
-    given = sys.argv[1:] if argv is None else argv
-    if any(argument.startswith("pipeline=") for argument in given):
+    argument_list = sys.argv[1:] if argv is None else argv
+    if any(argument.startswith("pipeline=") for argument in argument_list):
         from gerl.web.engine import main as serve_pipeline
 
-        return serve_pipeline(given, program)
+        return serve_pipeline(argument_list, program)
 
     def work(arguments: list[str]) -> None:
         options = parse(arguments)

@@ -177,9 +177,9 @@ class OPD(Algorithm):
 
 def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
     """Return the index of a sample's teacher: that of its data_source, else the general one; None: no teacher."""
-    given = sample.prompt.metadata.get(DATA_SOURCE)
+    source = sample.prompt.metadata.get(DATA_SOURCE)
     numbers = {teacher.data_source: i for i, teacher in enumerate(teachers)}
-    return numbers.get(None if given is None else str(given), numbers.get(None))
+    return numbers.get(None if source is None else str(source), numbers.get(None))
 
 
 def teacher_steps(
@@ -296,8 +296,8 @@ class DMDR(FlowGRPO):
         samples = [batch.samples[r] for r in rows]
         step_of = dict(zip(self._levels(samples, len(images), "matching"), images, strict=True))
         structure = self._structure(policy.pipe, batch.tape, rows)
-        given = {j: images[k] for j, k in step_of.items()}
-        latents = noised(structure, given, noise_of(samples, given, "matching"))
+        image_of = {j: images[k] for j, k in step_of.items()}
+        latents = noised(structure, image_of, noise_of(samples, image_of, "matching"))
         with policy.fake():
             fake = cleaned(policy.pipe, structure, latents)
         with policy.teacher(0) if self.teachers else policy.first() as other:

@@ -182,8 +182,8 @@ class RewardGradient(Algorithm):
     def _decodable(self, policy: Policy, tape: Tape, at: LatentJump | None) -> torch.Tensor:
         if at is None:
             return tape.steps[-1].x_next
-        given = {} if at.latents is None else {at.step: at.latents}
-        options: dict[str, Any] = {"steps": [at.step], "latents": given, "cfg": self.settings.cfg}
+        latents = {} if at.latents is None else {at.step: at.latents}
+        options: dict[str, Any] = {"steps": [at.step], "latents": latents, "cfg": self.settings.cfg}
         return replayed(policy.pipe, tape, at.leads_to, **options)[at.step]
 
     def _gradient_at(

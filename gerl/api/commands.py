@@ -117,8 +117,10 @@ def score(
         place = Path(out).expanduser() if out is not None else here / "out"
         if isinstance(images, str | Path):
             file = prompts is not None and isinstance(prompts, str | Path) and Path(prompts).is_file()
-            given: dict[str, Any] = {("prompts" if file else "prompt"): None if prompts is None else str(prompts)}
-            return run(Request(images=str(images), out=place, batch=batch, **given), config)
+            prompt_option: dict[str, Any] = {
+                ("prompts" if file else "prompt"): None if prompts is None else str(prompts)
+            }
+            return run(Request(images=str(images), out=place, batch=batch, **prompt_option), config)
         return run(Request(images=str(listed(images, prompts, here)), out=place, batch=batch), config)
 
 
@@ -134,8 +136,8 @@ def export(
 
     folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
     place = None if out is None else Path(out).expanduser()
-    given = {"run": folder, "out": place, "format": format, **options}
-    shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items()}
+    values = {"run": folder, "out": place, "format": format, **options}
+    shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
     return write(PARSER.parse([f"{name}={value}" for name, value in shown.items() if value is not None])[0])
 
 

@@ -119,10 +119,10 @@ class Trainer:
         chosen = preset_of(own[0]) if own else algorithm
         self.algorithm = chosen if chosen is None else str(chosen)
         self.prompts, self.held_out = prompts, held_out
-        given = {"model.path": str(pipe) if isinstance(pipe, str | Path) else None, "cluster.num_workers": workers}
-        given |= {"trainer.steps": steps, "trainer.seed": seed}
-        given["algorithm.path"] = own[1] if own else None
-        self.keys = nested(keys, {key: value for key, value in given.items() if value is not None}, ARGUMENTS)
+        arguments = {"model.path": str(pipe) if isinstance(pipe, str | Path) else None, "cluster.num_workers": workers}
+        arguments |= {"trainer.steps": steps, "trainer.seed": seed}
+        arguments["algorithm.path"] = own[1] if own else None
+        self.keys = nested(keys, {key: value for key, value in arguments.items() if value is not None}, ARGUMENTS)
         self.keys.setdefault("logger", {}).setdefault("progress", not in_notebook())
         self.keys.setdefault("cluster", {}).setdefault("launcher", "local" if workers is None else "ray")
         self.begun = False
@@ -300,12 +300,12 @@ def train(
     return trainer.run
 
 
-def own_algorithm(given: str | Path | type[Algorithm] | None) -> tuple[type[Algorithm], str] | None:
+def own_algorithm(algorithm: str | Path | type[Algorithm] | None) -> tuple[type[Algorithm], str] | None:
     """Load an algorithm that is given as a class or a Python file, with its `algorithm.path`; None for a preset."""
-    if isinstance(given, type):
-        path = f"{CLASS}{given.__name__}"
-        return ALGORITHMS.load(path, given), path
-    return (ALGORITHMS.load(str(given)), str(given)) if str(given).endswith(".py") else None
+    if isinstance(algorithm, type):
+        path = f"{CLASS}{algorithm.__name__}"
+        return ALGORITHMS.load(path, algorithm), path
+    return (ALGORITHMS.load(str(algorithm)), str(algorithm)) if str(algorithm).endswith(".py") else None
 
 
 # --- A pipeline in memory as files, for the configuration of a run
@@ -491,7 +491,7 @@ def scorers_of(reward: object) -> Scorers:
     of the experiment that is not to be watched either. Raises `ConfigError` for anything else.
     """
     if isinstance(reward, Mapping):
-        named = {str(name): given for name, given in reward.items()}
+        named = {str(name): value for name, value in reward.items()}
     elif callable(reward):
         name = NAME.sub("_", getattr(reward, "__name__", type(reward).__name__)).strip("_")
         named = {"my_reward" if name in ("", "lambda", "reward") else name: reward}
@@ -503,10 +503,10 @@ def scorers_of(reward: object) -> Scorers:
             "{'ocr': 1.0, 'mine': function}"
         )
     scorers = Scorers()
-    for name, given in named.items():
-        if given != name and not name.isidentifier():
+    for name, value in named.items():
+        if value != name and not name.isidentifier():
             raise ConfigError(f"reward: {name!r} is not a valid scorer name; use letters, digits and underscores")
-        own = scorers.keys[name] = None if given is None else _keys_of(name, given)
+        own = scorers.keys[name] = None if value is None else _keys_of(name, value)
         if own is not None and callable(function := own.get("function")):
             del own["function"]
             own["path"] = f"{PREFIX}{name}"
@@ -514,35 +514,35 @@ def scorers_of(reward: object) -> Scorers:
     return scorers
 
 
-def _keys_of(name: str, given: object) -> dict[str, Any]:
-    if callable(given):
-        return {"function": given}
-    if isinstance(given, Mapping):
-        return dict(given)
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return {"weight": float(given)}
-    if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".py")):
-        return {"path": str(given)}
-    if isinstance(given, str) and given != name:
-        raise ConfigError(f"reward: {name}={given!r}: expected a Python file, or the scorer's own name as the name")
-    if given != name:
+def _keys_of(name: str, value: object) -> dict[str, Any]:
+    if callable(value):
+        return {"function": value}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return {"weight": float(value)}
+    if isinstance(value, Path) or (isinstance(value, str) and value.endswith(".py")):
+        return {"path": str(value)}
+    if isinstance(value, str) and value != name:
+        raise ConfigError(f"reward: {name}={value!r}: expected a Python file, or the scorer's own name as the name")
+    if value != name:
         raise ConfigError(
-            f"reward: {name} is {type(given).__name__}: expected a function, a name, a file or a dictionary of keys"
+            f"reward: {name} is {type(value).__name__}: expected a function, a name, a file or a dictionary of keys"
         )
     return {}
 
 
 def nested(
-    given: Mapping[str, Any], beside: Mapping[str, Any] | None = None, arguments: Mapping[str, str] | None = None
+    passed: Mapping[str, Any], beside: Mapping[str, Any] | None = None, arguments: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Combine dotted keys and blocks of keys into blocks.
 
     `beside`: keys set by arguments of the function, whose names are in `arguments`. Raises `ConfigError` for an unknown
     key, and for a key with two values.
     """
-    _check_names(given, beside or {}, arguments or {})
+    _check_names(passed, beside or {}, arguments or {})
     blocks: dict[str, Any] = {}
-    for key, value in [*(beside or {}).items(), *given.items()]:
+    for key, value in [*(beside or {}).items(), *passed.items()]:
         block, *inner = key.split(".")
         if not inner and not isinstance(value, Mapping):
             raise ConfigError(f"{key}={value!r}: it is a block of keys: expected a dictionary, or '{key}.KEY'")
@@ -564,15 +564,15 @@ def _merged(key: str, old: Any, new: Any) -> Any:
     return new
 
 
-def _check_names(given: Mapping[str, Any], beside: Mapping[str, Any], arguments: Mapping[str, str]) -> None:
+def _check_names(passed: Mapping[str, Any], beside: Mapping[str, Any], arguments: Mapping[str, str]) -> None:
     """Raise `ConfigError` for unknown keys; those of other programs are listed together with their equivalents."""
     known = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
     spelling = partial(_python, arguments=arguments)
-    blocks = {key for key, value in given.items() if key in known and isinstance(value, Mapping)}
-    if foreign := {key: value for key, value in given.items() if key not in blocks and is_foreign(key)}:
-        own = {key: value for key, value in {**beside, **given}.items() if key not in foreign}
+    blocks = {key for key, value in passed.items() if key in known and isinstance(value, Mapping)}
+    if foreign := {key: value for key, value in passed.items() if key not in blocks and is_foreign(key)}:
+        own = {key: value for key, value in {**beside, **passed}.items() if key not in foreign}
         raise ConfigError(refusal(foreign, own, spelling))
-    for key, value in given.items():
+    for key, value in passed.items():
         if key.split(".")[0] not in known:
             near = nearest_key(key)
             hint = f", write {spelling({near: value})}" if near and "." in near else did_you_mean(key)
@@ -636,6 +636,6 @@ def write_experiment(folder: Path, name: str, base: str | Path, algorithm: str |
     return file
 
 
-def _entry(group: str, given: str | Path) -> str:
-    own_file(f"{group}={given}")  # raises what is wrong with it
-    return str(Path(given).expanduser().absolute()) if str(given).endswith(SUFFIXES) else str(given)
+def _entry(group: str, value: str | Path) -> str:
+    own_file(f"{group}={value}")  # raises what is wrong with it
+    return str(Path(value).expanduser().absolute()) if str(value).endswith(SUFFIXES) else str(value)

@@ -191,8 +191,8 @@ class Cluster:
         import torch
 
         share = max(1, int(self._resources["CPU"]) // self.processes)
-        given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-        under_ray = int(given) if given.isdigit() and int(given) else share
+        configured = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        under_ray = int(configured) if configured.isdigit() and int(configured) else share
         return self.config.threads_per_worker or min(share, under_ray if self.remote else torch.get_num_threads())
 
     def send_by_value(self, functions: Iterable[Callable[..., object]]) -> None:

@@ -145,8 +145,8 @@ class WorkerGroup(Generic[W]):
         if bound is None:  # a function of the worker, not a method
             bound, args = worker.call, (method, *args)  # type: ignore[attr-defined, assignment]
         if self.remote:
-            given = [a.reference if isinstance(a, Pending) and a.reference is not None else _value(a) for a in args]
-            reference = bound.remote(*given, **kwargs)
+            arguments = [a.reference if isinstance(a, Pending) and a.reference is not None else _value(a) for a in args]
+            reference = bound.remote(*arguments, **kwargs)
             return Pending(label, reference=reference, hang_after=self.hang_after, description=description)
         return Pending(label, call=lambda: bound(*map(_value, args), **kwargs), description=description)
 

@@ -82,7 +82,7 @@ class Parser(Generic[T]):
     def values(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """As `parse`, but the keys that are given, by name; a named one as a list of (NAME or None, value)."""
         own = {option.name: option for option in self._keys()}
-        given: dict[str, list[tuple[str | None, object]]] = {}
+        entries_of: dict[str, list[tuple[str | None, object]]] = {}
         overrides: list[str] = []
         if self.composes:
             from gerl.commandline.composition import OUT, with_folder, without_options  # in here: it imports Hydra
@@ -98,7 +98,7 @@ class Parser(Generic[T]):
             name, equals, text = argument.partition("=")
             base, _, inner = name.partition(".")
             if equals and base in own and (name == base or (inner and _is_named(own[base]))):
-                entries = given.setdefault(base, [])
+                entries = entries_of.setdefault(base, [])
                 if inner in dict(entries) or (entries and not _is_named(own[base])):
                     raise ConfigError(f"{name} is given twice: keep one")
                 entries.append((inner or None, self._value(own[base], name, text)))
@@ -111,9 +111,9 @@ class Parser(Generic[T]):
                 hint = f"did you mean {near!r}?" if near else there
                 raise ConfigError(f"{name}: {self.name} has no such key; {hint}")
         for option in own.values():
-            if option.metadata["required"] and option.name not in given:
+            if option.metadata["required"] and option.name not in entries_of:
                 raise ConfigError(f"{option.name} is missing: give {_advice(option)}; --help shows all")
-        values = {name: entries if _is_named(own[name]) else entries[0][1] for name, entries in given.items()}
+        values = {name: entries if _is_named(own[name]) else entries[0][1] for name, entries in entries_of.items()}
         return values, overrides
 
     @property

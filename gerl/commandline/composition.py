@@ -53,12 +53,12 @@ PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
 ENDLESS = "a value has endlessly nested mappings or lists: use fewer"
 
 
-def compose_files(chosen: Sequence[str], given: Sequence[Override], replacing: bool = True) -> DictConfig:
+def compose_files(chosen: Sequence[str], overrides: Sequence[Override], replacing: bool = True) -> DictConfig:
     """Compose the `chosen` files with the Hydra settings in `given`; raises `ConfigError`.
 
     `replacing`: the scorers of a file of the user replace those of its `defaults`; else they are merged.
     """
-    for override in filter(is_hydra, given):
+    for override in filter(is_hydra, overrides):
         group = override.key_or_group
         if override.is_delete() or group == "hydra":
             raise ConfigError(
@@ -72,9 +72,9 @@ def compose_files(chosen: Sequence[str], given: Sequence[Override], replacing: b
     with sentences(chosen), initialize_config_dir(str(config_folder()), version_base="1.3"):
         files = [own_file(override).partition("=") for override in chosen]
         names = [f"{group}={name if name.isascii() else quoted(name)}" for group, _, name in files]
-        groups = [o.input_line or "" for o in given if o.key_or_group.startswith("hydra/")]
+        groups = [o.input_line or "" for o in overrides if o.key_or_group.startswith("hydra/")]
         whole = compose("config", [*names, *groups], return_hydra_config=True)
-    for override in (o for o in given if o.key_or_group.startswith("hydra.")):
+    for override in (o for o in overrides if o.key_or_group.startswith("hydra.")):
         set_hydra(whole, override)
     return whole
 
@@ -187,7 +187,7 @@ def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str
     raw: Any = values
     for name in key.split("."):
         raw = raw.get(name) if isinstance(raw, Mapping) else None
-    given = f"{key}={raw}" if raw is not None else key
+    setting = f"{key}={raw}" if raw is not None else key
     dollar = "write a literal dollar sign as '\\$'"
     if isinstance(error, errors.MissingMandatoryValue):
         return f"{key}=???: the value is missing, set one"
@@ -201,8 +201,8 @@ def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str
     }
     for kind, reason in reasons.items():
         if isinstance(error, kind):
-            return f"{given}: {reason}; {dollar}"
-    return f"{given}: it is not a number, string, list or dictionary; correct it"
+            return f"{setting}: {reason}; {dollar}"
+    return f"{setting}: it is not a number, string, list or dictionary; correct it"
 
 
 # --- Composing a typed configuration: keys are set in what Hydra composed, as plain dictionaries, and checked
@@ -314,7 +314,7 @@ def _scorers_of_files(overrides: Sequence[str]) -> dict[str, Any]:
 
 def asked_for(overrides: Sequence[str]) -> ParsedCommand:
     """Read the origin and the folder of the run from a command line; nothing else is checked."""
-    given = frozenset(map(key_of, with_folder(overrides)))  # not the experiment that is understood
+    keys = frozenset(map(key_of, with_folder(overrides)))  # not the experiment that is understood
     overrides = normal(overrides)
     kept = [o for o in overrides if not o.startswith("~")]  # the resumed run may not have the key
     parsed = _compose(kept)
@@ -325,7 +325,7 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
             f"checkpoint.resume={json.dumps(resume, default=str)}: expected auto, never, or the folder of a run or "
             "of one of its checkpoints"
         )
-    return dataclasses.replace(parsed, resume=resume, given=given, whole=len(kept) == len(overrides))
+    return dataclasses.replace(parsed, resume=resume, given=keys, whole=len(kept) == len(overrides))
 
 
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
@@ -364,13 +364,13 @@ def with_folder(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
 
 def load_own_algorithm(overrides: Sequence[str]) -> Any:
     """Load the class of `algorithm.path`, also of a run that is resumed, so that its keys are known; None without."""
-    given = {key_of(o): o for o in overrides}
-    if registry.KEY in given:
-        path = read(given[registry.KEY]).value()
+    by_key = {key_of(o): o for o in overrides}
+    if registry.KEY in by_key:
+        path = read(by_key[registry.KEY]).value()
         return ALGORITHMS.load(path) if isinstance(path, str) else None
-    run = Path(given.get("checkpoint.resume", "").partition("=")[2]).expanduser()
+    run = Path(by_key.get("checkpoint.resume", "").partition("=")[2]).expanduser()
     files = [folder / "config.yaml" for folder in (run, *run.parents[:2])]  # of a run or of a checkpoint
-    file = next((file for file in files if "checkpoint.resume" in given and file.is_file()), None)
+    file = next((file for file in files if "checkpoint.resume" in by_key and file.is_file()), None)
     settings = None
     with contextlib.suppress(OSError, yaml.YAMLError):  # a damaged file is an error of the run to resume
         settings = read_values(file, "replace") if file else None
@@ -405,14 +405,14 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedComma
     chosen = [o for o in overrides if key_of(o) in CHOICES]
     if several := next((o for o in chosen if "," in o and not o.endswith(SUFFIXES)), None):
         raise ConfigError(f"{several}: a run has one {key_of(several)}; -m trains once with each of several")
-    given = [read(o) for o in overrides if o not in chosen]
-    whole = compose_files(chosen, given)
+    parsed = [read(o) for o in overrides if o not in chosen]
+    whole = compose_files(chosen, parsed)
     with sentences(chosen):
         values = _blocks(whole, [str(name) for name in whole if name != "hydra"], resolve=False)
     set_keys(values, [read(o) for o in below])
     there = _scorers_of_files(overrides) if any(o.startswith(f"~{WHOLE}.") for o in overrides) else ()
     trained = deepcopy(values["data"]["train"])
-    set_keys(values, [o for o in given if not is_hydra(o)], removable=[f"{WHOLE}.{name}" for name in there])
+    set_keys(values, [o for o in parsed if not is_hydra(o)], removable=[f"{WHOLE}.{name}" for name in there])
     held_out, train = values.get("validation", {}), values.get("data", {}).get("train")
     if train not in (None, trained) and held_out.get("data") and "validation.data" not in map(key_of, overrides):
         held_out["data"] = HELD_OUT  # the experiment's are not of these prompts
@@ -477,30 +477,30 @@ def _nearest(name: str) -> str | None:
 def _check_choices(overrides: Sequence[str]) -> None:
     """Raise `ConfigError` for several experiments or algorithms, of which Hydra silently takes the last."""
     for group in CHOICES:
-        given = list(dict.fromkeys(o for o in overrides if key_of(o) == group))
-        if signed := next((o for o in given if o[0] in "+~"), None):
+        choices = list(dict.fromkeys(o for o in overrides if key_of(o) == group))
+        if signed := next((o for o in choices if o[0] in "+~"), None):
             names = ", ".join(shipped(group))
             raise ConfigError(f"{signed}: a run has one {group}; write {group}=NAME, one of {names}")
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are both given: keep one")
-        if any(not o.partition("=")[2].strip() for o in given):
+        if len(choices) > 1:
+            raise ConfigError(f"{' and '.join(choices)} are both given: keep one")
+        if any(not o.partition("=")[2].strip() for o in choices):
             raise ConfigError(f"{group} is empty: choose one of {', '.join(shipped(group))}")
 
 
 def _check_algorithm(values: dict[str, Any], chosen: Sequence[str], overrides: Sequence[str]) -> None:
     block = values.get("algorithm")
-    given = next((o for o in chosen if o.startswith("algorithm=")), "")
+    setting = next((o for o in chosen if o.startswith("algorithm=")), "")
     if not isinstance(block, dict) or not isinstance(name := block.get("name"), str):
         raise ConfigError(
-            f"{given or 'algorithm'}: there is no algorithm.name; choose one with algorithm=NAME, and in your own "
+            f"{setting or 'algorithm'}: there is no algorithm.name; choose one with algorithm=NAME, and in your own "
             "file write 'algorithm:', and indented below it 'name: flow_grpo'"
         )
-    value = given.partition("=")[2]
+    value = setting.partition("=")[2]
     if value not in shipped("algorithm") or algorithm_of(value) == name or block.get("path"):
         return  # a run's config.yaml sets it, or a file of the user has the algorithm
     if f"algorithm.name={name}" in overrides:
         raise ConfigError(f"algorithm={value} and algorithm.name={name} are different algorithms: keep one of them")
-    raise ConfigError(f"{given}: the experiment sets algorithm.name={name}, which takes precedence: remove it there")
+    raise ConfigError(f"{setting}: the experiment sets algorithm.name={name}, which takes precedence: remove it there")
 
 
 # --- Experiments and algorithm presets: shipped ones and files of the user
@@ -653,10 +653,10 @@ class HydraOptions:
     shown: bool = False
 
 
-def hydra_options(given: Sequence[str]) -> HydraOptions:
+def hydra_options(arguments: Sequence[str]) -> HydraOptions:
     """Separate Hydra's options from the arguments; `--config-dir` turns names of files in it into paths."""
     rest, values = list[str](), dict[tuple[str, str], str]()
-    waiting = iter(given)
+    waiting = iter(arguments)
     for argument in waiting:
         name, equals, value = argument.partition("=")
         kind = next((kind for kind in (MULTIRUN, SHOW, FOLDER) if name in kind), None)
@@ -681,11 +681,11 @@ def hydra_options(given: Sequence[str]) -> HydraOptions:
     return HydraOptions(rest, multirun is not None, shown is not None)
 
 
-def without_options(given: Sequence[str]) -> list[str]:
+def without_options(arguments: Sequence[str]) -> list[str]:
     """Separate Hydra's options for commands that do not train; raises `ConfigError` for options of training."""
-    options = hydra_options(given)
+    options = hydra_options(arguments)
     if options.multirun or options.shown:
-        name = next(argument for argument in given if argument.partition("=")[0] in MULTIRUN + SHOW)
+        name = next(argument for argument in arguments if argument.partition("=")[0] in MULTIRUN + SHOW)
         does = "trains with several values" if options.multirun else "prints a configuration"
         raise ConfigError(f"{name}: only gerl train {does}; remove it here")
     return options.arguments
@@ -805,9 +805,9 @@ def _unreadable(argument: str) -> str:
     return f"{argument}: expected key=value; correct the quotes or brackets of its value; {LISTED}"
 
 
-def _check_one_value(given: Sequence[Override]) -> None:  # of several, Hydra would take the last
+def _check_one_value(overrides: Sequence[Override]) -> None:  # of several, Hydra would take the last
     seen: dict[str, tuple[str, Override]] = {}
-    for override in (override for override in given if not override.is_delete()):
+    for override in (override for override in overrides if not override.is_delete()):
         for key, value in _leaves(override.key_or_group, override.value()):
             before, first = seen.setdefault(key, (repr(value), override))
             if before != repr(value):
@@ -845,14 +845,14 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def set_keys(
-    values: dict[str, Any], given: Sequence[Override], again: bool = False, removable: Sequence[str] = ()
+    values: dict[str, Any], overrides: Sequence[Override], again: bool = False, removable: Sequence[str] = ()
 ) -> None:
     """Set, add and delete keys in nested `values`; raises `ConfigError`.
 
     `again`: they may exist or be missing. `removable`: keys that may be deleted although they are missing.
     """
     blocks = list(values)
-    for override in given:
+    for override in overrides:
         key, value = override.key_or_group, override.value()
         *names, leaf = key.split(".")
         if "/" in key or override.package is not None or (names or [leaf])[0] not in blocks:

@@ -36,8 +36,8 @@ def check_form(arguments: Sequence[str], nearest: Nearest, first: str) -> None:
             rest = arguments[i + 2] if i + 2 < len(arguments) else "VALUE"
             raise ConfigError(f"{name} = {rest}: no spaces around the equals sign, {_write(name, rest)}")
         if (not equals and after.startswith("=")) or (equals and not value and is_alone):
-            given = after.removeprefix("=")
-            raise ConfigError(f"{argument} {after}: no spaces around the equals sign, {_write(name, given)}")
+            after_sign = after.removeprefix("=")
+            raise ConfigError(f"{argument} {after}: no spaces around the equals sign, {_write(name, after_sign)}")
         if equals and name != name.strip():
             raise ConfigError(f"{argument}: no spaces around the equals sign, {_write(name.strip(), value.strip())}")
         if equals and not name.strip("+~"):
@@ -45,8 +45,8 @@ def check_form(arguments: Sequence[str], nearest: Nearest, first: str) -> None:
         if equals or argument.startswith("~"):
             continue
         if nearest(name) == name:
-            given = f"{argument} {after}" if is_alone else argument
-            raise ConfigError(f"{given}: expected key=value, {_write(name, after if is_alone else 'VALUE')}")
+            after_sign = f"{argument} {after}" if is_alone else argument
+            raise ConfigError(f"{after_sign}: expected key=value, {_write(name, after if is_alone else 'VALUE')}")
         key, space, rest = name.partition(" ")
         if space and nearest(key) == key:
             raise ConfigError(f"{argument}: expected key=value, {_write(key, rest)}")
@@ -81,7 +81,7 @@ def _is_assignment(argument: str) -> bool:
 
 def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> str:
     """Return the sentence for arguments with dashes, from `start` on, with the replacement of each."""
-    given: list[str] = []
+    dashed: list[str] = []
     written: list[str] = []
     foreign: dict[str, str] = {}
     for i, argument in enumerate(arguments[start:], start):
@@ -94,21 +94,21 @@ def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> s
         text = value if equals else after if is_alone else ""
         if _is_taken(name, nearest):
             values = [] if equals else list(takewhile(_is_value, arguments[i + 1 :]))
-            given.append(" ".join([argument, *values]))
+            dashed.append(" ".join([argument, *values]))
             several = f"[{','.join(values)}]" if len(values) > 1 else "".join(values)
             foreign[name] = value or several or "true"  # a switch
             continue
         key = nearest(name)
-        if key is None and not given:
+        if key is None and not dashed:
             return f"{argument}: there is no such option; arguments are key=value without dashes, --help lists the keys"
         if key is not None:
-            given.append(f"{argument} {after}" if is_alone else argument)
+            dashed.append(f"{argument} {after}" if is_alone else argument)
             written += [shlex.quote(f"{part}={text or 'VALUE'}") for part in key.split()]
     if not foreign:
-        return f"{' '.join(given)}: drop the dashes, write {' '.join(written)}; --help lists the keys"
+        return f"{' '.join(dashed)}: drop the dashes, write {' '.join(written)}; --help lists the keys"
     own = dict(argument.split("=", 1) for argument in arguments if _is_assignment(argument))
     said = advice(foreign, own, first=" ".join(written))
-    return f"{' '.join(given)}: {'drop the dashes, ' if said.startswith('write ') else ''}{said}"
+    return f"{' '.join(dashed)}: {'drop the dashes, ' if said.startswith('write ') else ''}{said}"
 
 
 def _is_value(argument: str) -> bool:

@@ -34,23 +34,23 @@ def settle_sampler(values: dict[str, Any]) -> str:
     if not isinstance(sampling, dict) or not isinstance(model, dict):
         return ""  # which is an error
     sampling.setdefault("kernel", AUTO)
-    given = {key: sampling.get(key) for key in CHOICES}
-    chosen, sentence = _chosen(given, model)
+    choices = {key: sampling.get(key) for key in CHOICES}
+    chosen, sentence = _chosen(choices, model)
     sampling.update(chosen)
     roles = episode.get("roles") if isinstance(episode, dict) else None
     for keys in roles.values() if isinstance(roles, dict) else ():
         if isinstance(keys, dict) and keys.get("kind") != "text":
-            _settle_role(keys, given, model)
+            _settle_role(keys, choices, model)
     return sentence
 
 
-def _settle_role(keys: dict[str, Any], given: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+def _settle_role(keys: dict[str, Any], choices: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Set what `auto` becomes for a role; `given`, `model`: the run's own, which hold where `keys` has none."""
     blocks = {block: keys.get(block) for block in ("model", "sampling")}
     parts = ((block, part) for block, part in blocks.items() if isinstance(part, dict))
     own = {f"{block}.{key}": value for block, part in parts for key, value in part.items()}
     own |= {key: value for key, value in keys.items() if key not in blocks}
-    usual = given if "model.path" in own else {}
+    usual = choices if "model.path" in own else {}
     sampling = {key: own.get(f"sampling.{key}", usual.get(key)) for key in CHOICES}
     its_model = {key: own.get(f"model.{key}", model.get(key)) for key in ("path", "parts")}
     keys |= {f"sampling.{key}": value for key, value in _chosen(sampling, its_model)[0].items()}

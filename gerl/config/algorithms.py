@@ -56,14 +56,14 @@ class Teacher:
 
     def __str__(self) -> str:
         model = self.lora or self.path or "the base model"
-        given = "".join(f", {name}={shown(value)}" for name, value in self.changed.items())
+        changes = "".join(f", {name}={shown(value)}" for name, value in self.changed.items())
         prompts = "" if self.data_source is None else f" for prompts of {self.data_source}"
-        return f"{model}{given}{prompts}"
+        return f"{model}{changes}{prompts}"
 
 
-def teachers(given: Sequence[Mapping[str, Any]]) -> list[Teacher]:
+def teachers(entries: Sequence[Mapping[str, Any]]) -> list[Teacher]:
     """Parse the value of `algorithm.teachers`. Raises `ConfigError` for an invalid or duplicate entry."""
-    parsed = [_teacher(entry) for entry in given]
+    parsed = [_teacher(entry) for entry in entries]
     sources = [teacher.data_source for teacher in parsed]
     if twice := next((teacher for teacher in parsed if sources.count(teacher.data_source) > 1), None):
         prompts = f"data_source={twice.data_source}" if twice.data_source else "no data_source, which means all"
@@ -264,16 +264,16 @@ def with_own_name(block: dict[str, Any]) -> dict[str, Any]:
     return {**block, "name": name, "path": canonical(path)}
 
 
-def _validated(given: Any) -> AlgorithmConfig:
+def _validated(values: Any) -> AlgorithmConfig:
     """Validate the block `algorithm` with the class of its `name`, or of the file at its `path`."""
-    if isinstance(given, AlgorithmConfig):
-        return given
-    if not isinstance(given, dict):
-        raise ConfigError(f"algorithm={shown(given)}: expected a dictionary of keys; choose one with algorithm=NAME")
-    if (settings := settings_class(given)) is None:
-        raise UnknownAlgorithm(given["name"])
+    if isinstance(values, AlgorithmConfig):
+        return values
+    if not isinstance(values, dict):
+        raise ConfigError(f"algorithm={shown(values)}: expected a dictionary of keys; choose one with algorithm=NAME")
+    if (settings := settings_class(values)) is None:
+        raise UnknownAlgorithm(values["name"])
     adapter = _adapter(settings)  # type: ignore[arg-type]  # mypy confuses the hash of an instance with the class's
-    return adapter.validate_python(with_own_name(given))
+    return adapter.validate_python(with_own_name(values))
 
 
 def _restored(path: str, source: bytes | type, values: dict[str, Any]) -> AlgorithmConfig:

@@ -131,8 +131,8 @@ def _source(entry: object, name: str, weighted: bool) -> Source:
         check_columns(values["columns"], f"{where} columns", values.get("prompt_key"))
     if values.get("template") is not None:
         template_columns(values["template"], f"{where} template")
-    given: dict[str, Any] = dict(values)
-    source = Source(**given)
+    entry_values: dict[str, Any] = dict(values)
+    source = Source(**entry_values)
     if source.kwargs is not None and not (source.is_code and isinstance(source.kwargs, Mapping)):
         raise ConfigError(
             f"{where} kwargs={shown(source.kwargs)}: expected a mapping of arguments, of an entry with "
@@ -620,10 +620,10 @@ class ClusterConfig(Block):
 
     def check(self) -> None:
         names = ("rollout_workers", "actor_workers")
-        given = {name: count for name in names if (count := getattr(self, name)) is not None}
-        asked = " and ".join(f"cluster.{name}={count}" for name, count in given.items())
+        counts = {name: count for name in names if (count := getattr(self, name)) is not None}
+        asked = " and ".join(f"cluster.{name}={count}" for name, count in counts.items())
         if self.layout == "hybrid":
-            if given:
+            if counts:
                 raise ConfigError(
                     f"{asked}: with cluster.layout=hybrid every worker samples and trains; set "
                     "cluster.num_workers, or cluster.layout=split"
@@ -632,9 +632,9 @@ class ClusterConfig(Block):
         whole = f"cluster.num_workers={self.num_workers}"
         if self.num_workers == 1:
             raise ConfigError(f"{whole}: cluster.layout=split needs one worker that samples and one that trains; use 2")
-        if self.num_workers is not None and len(given) == 1 and sum(given.values()) >= self.num_workers:
+        if self.num_workers is not None and len(counts) == 1 and sum(counts.values()) >= self.num_workers:
             raise ConfigError(f"{asked}: of {whole} none is left for the rest; lower it")
-        if self.num_workers is not None and len(given) == 2 and sum(given.values()) != self.num_workers:
+        if self.num_workers is not None and len(counts) == 2 and sum(counts.values()) != self.num_workers:
             raise ConfigError(f"{asked} do not add up to {whole}: remove one of the three")
 
     @property
@@ -901,21 +901,21 @@ class SamplingConfig(Block):
                     f"({self._left_out}); lower it or widen sampling.window_range"
                 )
 
-    def _check_range(self, given: str) -> None:
+    def _check_range(self, limits: str) -> None:
         last = self.num_inference_steps - 1
         if self.window_range is None or len(self.window_range) != 2 or self.window_range[0] is None:
-            raise ConfigError(f"sampling.window_range={given}: expected [first, end) with 0 <= first < end")
+            raise ConfigError(f"sampling.window_range={limits}: expected [first, end) with 0 <= first < end")
         first, end = self.steps_range
         if end > self.num_inference_steps:
             raise ConfigError(
-                f"sampling.window_range={given}: there are {self.num_inference_steps} steps, end at "
+                f"sampling.window_range={limits}: there are {self.num_inference_steps} steps, end at "
                 f"{last if self.kernel != 'ode' else last + 1} or before"
             )
         if not 0 <= first < end:
-            raise ConfigError(f"sampling.window_range={given}: expected [first, end) with 0 <= first < end")
+            raise ConfigError(f"sampling.window_range={limits}: expected [first, end) with 0 <= first < end")
         if end > last and self.kernel != "ode":  # training at noise levels needs no rollout noise
             raise ConfigError(
-                f"sampling.window_range={given}: it covers step {last}, the last of "
+                f"sampling.window_range={limits}: it covers step {last}, the last of "
                 f"{self.num_inference_steps}, which has no noise and no log-probability; end at {last} or before"
             )
 

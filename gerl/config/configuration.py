@@ -103,9 +103,9 @@ class Config:
         if self.data.regularise is not None:
             blocks.sources(self.data.regularise, "data.regularise", weighted=False)
         held_out = self.validation.data
-        given = [] if self.data.train is None else blocks.sources(self.data.train, "data.train")
-        given += [] if held_out in (None, blocks.HELD_OUT) else blocks.sources(held_out, "validation.data")
-        if self.data.stream is not None and not any(source.on_hub for source in given):
+        sources = [] if self.data.train is None else blocks.sources(self.data.train, "data.train")
+        sources += [] if held_out in (None, blocks.HELD_OUT) else blocks.sources(held_out, "validation.data")
+        if self.data.stream is not None and not any(source.on_hub for source in sources):
             raise ConfigError(
                 f"data.stream={self.data.stream}: it is for data sets of the Hub, and neither data.train nor "
                 "validation.data begins with hf:; remove it"

@@ -146,8 +146,10 @@ class EpisodeConfig(Block):
 
     def text_role(self, role: str) -> TextRole:
         """Return the settings of a role that rewrites prompts."""
-        given = {name: self.roles[role][name] for name in ("tokens", "temperature", "kept") if name in self.roles[role]}
-        return TextRole(**given)
+        options = {
+            name: self.roles[role][name] for name in ("tokens", "temperature", "kept") if name in self.roles[role]
+        }
+        return TextRole(**options)
 
     def is_text(self, role: str) -> bool:
         """Whether `role` rewrites prompts."""
@@ -180,18 +182,20 @@ def _check_turn(entry: Mapping[str, Any]) -> None:
 def _check_role(name: str, keys: Mapping[str, Any]) -> None:
     if not NAME.fullmatch(name):
         raise ConfigError(f"episode.roles has {name!r}: a role is a name of letters, digits and underscores")
-    for given in keys:
-        if given not in OWN and str(given).partition(".")[0] not in BLOCKS:
+    for key_name in keys:
+        if key_name not in OWN and str(key_name).partition(".")[0] not in BLOCKS:
             raise ConfigError(
-                f"episode.roles.{name}.{given}: a role has keys of {', '.join(BLOCKS)} of its own, and "
+                f"episode.roles.{name}.{key_name}: a role has keys of {', '.join(BLOCKS)} of its own, and "
                 f"{' and '.join(OWN)}; set it for the whole run, or remove it"
             )
     kind = keys.get("kind", "images")
     if kind not in ("images", "text"):
         raise ConfigError(f"episode.roles.{name}.kind={shown(kind)}: it must be images or text")
-    for given in [given for given in OWN[1:] if given in keys and (given == "pipeline") == (kind == "text")]:
+    for key_name in [
+        key_name for key_name in OWN[1:] if key_name in keys and (key_name == "pipeline") == (kind == "text")
+    ]:
         other = "text" if kind == "images" else "images"
-        raise ConfigError(f"episode.roles.{name}.{given}: it is for a role of kind={other}; remove it")
+        raise ConfigError(f"episode.roles.{name}.{key_name}: it is for a role of kind={other}; remove it")
     if kind == "text":
         _check_text(name, keys)
 

@@ -38,10 +38,10 @@ class Exclusion:
         """Return the error message."""
         name, operator, _ = _parsed(self.key)
         if name == "actor.updates":
-            given = parts["actor"].said  # the keys that were set
+            setting = parts["actor"].said  # the keys that were set
         else:
-            given = f"{name}={shown(_value(name, parts)).strip(chr(39))}" if operator else name
-        return f"{given}: {self.reason.format_map(parts)}; {self.remedy}"
+            setting = f"{name}={shown(_value(name, parts)).strip(chr(39))}" if operator else name
+        return f"{setting}: {self.reason.format_map(parts)}; {self.remedy}"
 
 
 def check_exclusions(rows: Iterable[Exclusion], parts: Mapping[str, Any]) -> None:

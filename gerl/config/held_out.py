@@ -35,10 +35,10 @@ class Criterion:
     lower: bool = False
 
     @classmethod
-    def parse(cls, given: str) -> "Criterion":
+    def parse(cls, text: str) -> "Criterion":
         """Parse `checkpoint.best`: the metric, with a minus in front if lower is better. Raises `ConfigError`."""
-        criterion = cls(given.removeprefix("-"), given.startswith("-"))
-        check_form(f"checkpoint.best={shown(given)}", criterion.metric)
+        criterion = cls(text.removeprefix("-"), text.startswith("-"))
+        check_form(f"checkpoint.best={shown(text)}", criterion.metric)
         return criterion
 
     def rank(self, value: float) -> float:
@@ -58,22 +58,22 @@ class Goal:
     above: bool
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> "Goal | None":
+    def parse(cls, values: Mapping[str, Any]) -> "Goal | None":
         """Parse `{metric: NAME, above: NUMBER}`, or `below`; None if it is empty. Raises `ConfigError`."""
-        if not given:
+        if not values:
             return None
-        key = f"trainer.stop_at={shown(dict(given))}"
-        limits = [side for side in ("above", "below") if side in given]
-        if set(given) != {"metric", *limits} or len(limits) != 1:
+        key = f"trainer.stop_at={shown(dict(values))}"
+        limits = [side for side in ("above", "below") if side in values]
+        if set(values) != {"metric", *limits} or len(limits) != 1:
             raise ConfigError(
                 f"{key}: expected a metric and one limit, such as {{metric: val/ocr/success_rate, above: 0.95}} or "
                 "{metric: val/lpips/mean, below: 0.2}"
             )
-        limit = given[limits[0]]
+        limit = values[limits[0]]
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit):
             raise ConfigError(f"{key}: {limits[0]} must be a number")
-        check_form(key, given["metric"])
-        return cls(given["metric"], float(limit), limits[0] == "above")
+        check_form(key, values["metric"])
+        return cls(values["metric"], float(limit), limits[0] == "above")
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether the metric is at or beyond the limit."""

@@ -21,13 +21,13 @@ class Why:
     key: str = ""
 
 
-def _read(given: Any) -> Any:
+def _read(entry: Any) -> Any:
     """Return the texts and reasons of a table entry, with an entry for each of several names that share one."""
-    if not isinstance(given, dict):
-        return given
-    if "why" in given:
-        return Why(given["why"], given.get("key", ""))
-    return {name: _read(value) for names, value in given.items() for name in names.split()}
+    if not isinstance(entry, dict):
+        return entry
+    if "why" in entry:
+        return Why(entry["why"], entry.get("key", ""))
+    return {name: _read(value) for names, value in entry.items() for name in names.split()}
 
 
 _FILE = Path(__file__).with_suffix(".yaml")
@@ -77,12 +77,12 @@ def absent(name: str) -> str | None:
 
 # --- Values of other programs whose translation depends on other keys, such as quotients of sizes.
 #
-# A rule takes a value and all given keys. It returns gerl's keys with their values, a text `KEY=VALUE` that may be
+# A rule takes a value and all keys given. It returns gerl's keys with their values, a text `KEY=VALUE` that may be
 # empty, a `Why`, or None to use the tables.
 
 
 @dataclass(frozen=True)
-class Given:
+class ForeignKeys:
     """Keys of other programs given together, with their values."""
 
     values: Mapping[str, Any]
@@ -94,13 +94,13 @@ class Given:
 
     def is_switched(self, name: str, on: bool) -> bool:
         """Whether the switch `name` is given as `on`."""
-        return any(name in ends(given) and plain(value) is on for given, value in self.values.items())
+        return any(name in ends(key) and plain(value) is on for key, value in self.values.items())
 
     def __contains__(self, name: str) -> bool:
-        return any(name in ends(given) for given in self.values)
+        return any(name in ends(key) for key in self.values)
 
 
-Rule = Callable[[Any, Given], Any]
+Rule = Callable[[Any, ForeignKeys], Any]
 MOST_STEPS = 10**6  # where epochs are to come first
 RULES: dict[str, Rule] = {}
 
@@ -162,32 +162,32 @@ def _product(*factors: float | None) -> float | None:
 
 
 @_rule("num_batches_per_epoch sample.num_batches_per_epoch sample_num_batches_per_epoch")
-def _batches(value: Any, given: Given) -> Any:
-    gpus = given.number("num_processes", "num_gpus", "nproc_per_node", "n_gpus_per_node")
-    images = _product(given.number("sample.train_batch_size"), gpus, _number(value))
-    return _prompts_per_step(images, given.number("num_image_per_prompt"), "batches x GPUs x images of a batch")
+def _batches(value: Any, foreign: ForeignKeys) -> Any:
+    gpus = foreign.number("num_processes", "num_gpus", "nproc_per_node", "n_gpus_per_node")
+    images = _product(foreign.number("sample.train_batch_size"), gpus, _number(value))
+    return _prompts_per_step(images, foreign.number("num_image_per_prompt"), "batches x GPUs x images of a batch")
 
 
 @_rule("train_global_batch_size")
-def _global_batch(value: Any, given: Given) -> Any:
-    prompts = given.number("num_prompts_per_step", "rollout.prompts_per_step")
-    each = given.number("num_generations_per_prompt", "rollout.n")
+def _global_batch(value: Any, foreign: ForeignKeys) -> Any:
+    prompts = foreign.number("num_prompts_per_step", "rollout.prompts_per_step")
+    each = foreign.number("num_generations_per_prompt", "rollout.n")
     return _updates(_product(prompts, each), value, "images of a step")
 
 
 @_rule("n_gpus_per_node gpus_per_node nnodes num_nodes")
-def _workers(_: Any, given: Given) -> Any:
-    machines, each = given.number("nnodes", "num_nodes"), given.number("n_gpus_per_node", "gpus_per_node")
+def _workers(_: Any, foreign: ForeignKeys) -> Any:
+    machines, each = foreign.number("nnodes", "num_nodes"), foreign.number("n_gpus_per_node", "gpus_per_node")
     if each is not None:
         return {"cluster.num_workers": _whole((machines or 1) * each)}
-    if "nnodes" in given or "num_nodes" in given:
+    if "nnodes" in foreign or "num_nodes" in foreign:
         return Why("VALUE is {} machines x GPUs of each; by default it is all GPUs", "cluster.num_workers")
     return None
 
 
 @_rule("clip_range train_clip_range clip_ratio cliprange clip_eps epsilon ppo_clip_range clip_ratio_low clip_range_lt "
        "ratio_clip_min epsilon_low clip_ratio_high clip_range_gt ratio_clip_max epsilon_high")  # fmt: skip
-def _clipped(value: Any, _: Given) -> Any:
+def _clipped(value: Any, _: ForeignKeys) -> Any:
     if (_number(value) or 0) <= 0.02:
         return None
     return Why("{} is for tokens of a language model; here it would never clip, as log-probabilities are means over "
@@ -195,7 +195,7 @@ def _clipped(value: Any, _: Given) -> Any:
 
 
 @_rule("lora_target_modules target_modules lora_layers")
-def _targets(value: Any, _: Given) -> Any:
+def _targets(value: Any, _: ForeignKeys) -> Any:
     layers = plain(value)
     if isinstance(layers, str) and re.fullmatch(r"[\w.]+(\s*[, ]\s*[\w.]+)+", layers):
         layers = re.split(r"[\s,]+", layers)
@@ -205,7 +205,7 @@ def _targets(value: Any, _: Given) -> Any:
 
 
 @_rule("resolution image_size")
-def _resolution(value: Any, _: Given) -> Any:
+def _resolution(value: Any, _: ForeignKeys) -> Any:
     sides = plain(value)
     if isinstance(sides, str) and (size := re.fullmatch(r"(\d+)\s*[,x]\s*(\d+)", sides)):
         return {"sampling.height": int(size[2]), "sampling.width": int(size[1])}  # kohya: width, height
@@ -217,7 +217,7 @@ def _resolution(value: Any, _: Given) -> Any:
 
 
 @_rule("reward_fn reward_funcs rewards")
-def _scorers(value: Any, _: Given) -> Any:
+def _scorers(value: Any, _: ForeignKeys) -> Any:
     read = plain(value)
     weights = read if isinstance(read, Mapping) else {str(name): 1.0 for name in _listed(value)}
     good = isinstance(read, str | Mapping | list | tuple)
@@ -228,9 +228,9 @@ def _scorers(value: Any, _: Given) -> Any:
 
 @_rule("custom_reward_function.path reward_function_path custom_reward_function.name reward_function_name "
        "custom_reward_function")  # fmt: skip
-def _function(_: Any, given: Given) -> Any:
+def _function(_: Any, foreign: ForeignKeys) -> Any:
     texts = {"path": "", "function": ""}
-    for name, part in given.values.items():
+    for name, part in foreign.values.items():
         key = MEANING.get(known_as(name) or "", "")
         if key.startswith("reward.scorers.NAME.") and (leaf := key.rpartition(".")[2]) in texts:
             texts[leaf] = str(part)
@@ -240,7 +240,7 @@ def _function(_: Any, given: Given) -> Any:
 
 
 @_rule("dataset dataset_dir dataset_name")
-def _prompts(value: Any, _: Given) -> Any:
+def _prompts(value: Any, _: ForeignKeys) -> Any:
     read = plain(value)
     if not isinstance(read, str) or re.search(r"\.(txt|jsonl|csv|parquet)$", read) or read.startswith("hf:"):
         return None
@@ -252,15 +252,15 @@ def _prompts(value: Any, _: Given) -> Any:
 
 
 @_rule("custom_cls.path custom_cls.name")
-def _dataset_class(_: Any, given: Given) -> Any:
-    texts = {ends(name)[-1]: str(part) for name, part in given.values.items() if "custom_cls." in name}
+def _dataset_class(_: Any, foreign: ForeignKeys) -> Any:
+    texts = {ends(name)[-1]: str(part) for name, part in foreign.values.items() if "custom_cls." in name}
     if {"path", "name"} <= texts.keys():
         return {"data.train": f"{texts['path']}:{texts['name']}"}
     return Why("VALUE is FILE.py:NAME, of a class whose items are prompts", "data.train")
 
 
 @_rule("sde_steps")
-def _steps(value: Any, _: Given) -> Any:
+def _steps(value: Any, _: ForeignKeys) -> Any:
     """Translate Flow-Factory's list of stochastic steps to [first, end)."""
     steps = plain(value)
     numbers = isinstance(steps, list | tuple) and len(steps) > 0 and all(type(step) is int for step in steps)
@@ -270,21 +270,21 @@ def _steps(value: Any, _: Given) -> Any:
 
 
 @_rule("sde_window_range")
-def _range(value: Any, _: Given) -> Any:
+def _range(value: Any, _: ForeignKeys) -> Any:
     text = str(value).strip()
     steps = plain(f"[{text[1:-1]}]" if text[:1] == "(" else value)
     return {"sampling.window_range": list(steps)} if isinstance(steps, list | tuple) else None
 
 
 @_rule("report_to log_with logging_backend trainer.logger logger")
-def _trackers(value: Any, _: Given) -> Any:
+def _trackers(value: Any, _: ForeignKeys) -> Any:
     names = [str(name).lower() for name in _listed(value)]
     return {"logger.trackers": [name for name in names if name not in ("console", "none", "file")]}
 
 
 @_rule("metric_name metric_for_best_model")
-def _best(value: Any, given: Given) -> Any:
-    minus = "-" * any(given.is_switched(name, on=False) for name in ("higher_is_better", "greater_is_better"))
+def _best(value: Any, foreign: ForeignKeys) -> Any:
+    minus = "-" * any(foreign.is_switched(name, on=False) for name in ("higher_is_better", "greater_is_better"))
     if re.fullmatch(r"val/.+/\w+", str(value)):
         return {"checkpoint.best": f"{minus}{value}"}
     return Why(f"VALUE is a held-out metric, such as {minus}val/ocr/mean; by default the held-out reward",
@@ -292,17 +292,17 @@ def _best(value: Any, given: Given) -> Any:
 
 
 @_rule("total_epochs num_train_epochs max_num_epochs max_train_epochs")
-def _epochs(value: Any, given: Given) -> Any:
-    """Write `trainer.epochs` with steps that do not come first, unless they are given."""
+def _epochs(value: Any, foreign: ForeignKeys) -> Any:
+    """Write `trainer.epochs` with steps that do not come first, unless they are foreign."""
     names = ("total_training_steps", "max_steps", "max_train_steps", "max_num_steps", "trainer.steps")
     epochs = _number(value)
-    if epochs is None or not float(epochs).is_integer() or any(name in given for name in names):
+    if epochs is None or not float(epochs).is_integer() or any(name in foreign for name in names):
         return None
     return {"trainer.epochs": int(epochs), "trainer.steps": MOST_STEPS}
 
 
 @_rule("max_time_per_run max_run_time checkpoint_must_save_by")
-def _hours(value: Any, _: Given) -> Any:
+def _hours(value: Any, _: ForeignKeys) -> Any:
     """Translate [days:]hours:minutes:seconds."""
     parts = re.fullmatch(r"(?:(\d+):)?(\d+):(\d+):(\d+)", str(value))
     if parts is None:
@@ -312,26 +312,26 @@ def _hours(value: Any, _: Given) -> Any:
 
 
 @_rule("stop_at_validation_reward stop_at_validation_accuracy stop_at_validation")
-def _stop_at(value: Any, given: Given) -> Any:
-    if (limit := _number(value)) is not None and "stop_at_validation_reward" in given:
+def _stop_at(value: Any, foreign: ForeignKeys) -> Any:
+    if (limit := _number(value)) is not None and "stop_at_validation_reward" in foreign:
         return {"trainer.stop_at": {"metric": "val/reward/mean", "above": limit}}
     return Why("VALUE is a held-out metric and a limit, such as {metric: val/ocr/success_rate, above: 0.95}",
                "trainer.stop_at")  # fmt: skip
 
 
 @_rule("config config_name config_file recipe")
-def _recipe(value: Any, _: Given) -> Any:
+def _recipe(value: Any, _: ForeignKeys) -> Any:
     if str(value).endswith((".yaml", ".yml")):
         return None
     return Why("VALUE is an experiment of gerl, listed by gerl recipes, or a file of your own", "experiment")
 
 
 @_rule("sharding_strategy fsdp strategy actor.strategy dtensor_cfg.enabled")
-def _shard(value: Any, given: Given) -> Any:
+def _shard(value: Any, foreign: ForeignKeys) -> Any:
     kind = str(value).lower()
     if kind in ("no", "none", "null", "false", "ddp", "no_shard"):
         return ""
-    ranks = given.number("fsdp_size", "ranks_per_worker", "tensor_model_parallel_size", "tensor_parallel_size")
+    ranks = foreign.number("fsdp_size", "ranks_per_worker", "tensor_model_parallel_size", "tensor_parallel_size")
     if ranks is not None and ranks > 1:
         if kind == "shard_grad_op":
             return {"model.shard": "all", "model.reshard": False}
@@ -340,28 +340,30 @@ def _shard(value: Any, given: Given) -> Any:
 
 
 @_rule("reshard_after_forward")
-def _reshard(value: Any, given: Given) -> Any:
-    if str(value).lower() == "true" or any(name in given for name in ("fsdp_size", "ranks_per_worker", "model.shard")):
+def _reshard(value: Any, foreign: ForeignKeys) -> Any:
+    if str(value).lower() == "true" or any(
+        name in foreign for name in ("fsdp_size", "ranks_per_worker", "model.shard")
+    ):
         return None
     return Why("a worker has the whole model; model.reshard=false is for model.shard=denoiser or all")
 
 
 @_rule("gamma timestep_discount")
-def _gamma(value: Any, given: Given) -> Any:
+def _gamma(value: Any, foreign: ForeignKeys) -> Any:
     discount = _number(value)
     if discount == 1:
         return ""
-    if any("adv_estimator" in ends(name) and kind == "gae" for name, kind in given.values.items()):
+    if any("adv_estimator" in ends(name) and kind == "gae" for name, kind in foreign.values.items()):
         return {"algorithm.gamma": value}
     return None if discount is None else {"algorithm.timestep_weights": "discount", "algorithm.gamma": value}
 
 
 @_rule("kl_penalty")
-def _penalty(value: Any, given: Given) -> Any:
+def _penalty(value: Any, foreign: ForeignKeys) -> Any:
     """Translate verl's kind of KL in the reward, unused if that is off; in other programs a weight."""
     if _number(value) is not None:
         return None
-    return {"algorithm.kl_type": value} if given.is_switched("use_kl_in_reward", on=True) else ""
+    return {"algorithm.kl_type": value} if foreign.is_switched("use_kl_in_reward", on=True) else ""
 
 
 FOLDERS = "output_dir default_local_dir checkpoint_dir save_dir logdir logging_dir run_dir out outdir".split()
@@ -369,50 +371,54 @@ PROMPTS = ("data.train_batch_size", "train_batch_size", "rollout.prompts_per_ste
 # by the names that they translate
 _EXPRESSIONS: dict[str, Rule] = {
     # quotients of the images or prompts of a step and those of an update
-    "ppo_mini_batch_size mini_batch_size": lambda v, given: _updates(given.number(*PROMPTS), v, "prompts of a step"),
-    "train.gradient_accumulation_steps train_gradient_accumulation_steps": lambda v, given: _updates(
-        given.number("num_batches_per_epoch", "sample_num_batches_per_epoch"), v, "sample.num_batches_per_epoch"
+    "ppo_mini_batch_size mini_batch_size": lambda v, foreign: _updates(
+        foreign.number(*PROMPTS), v, "prompts of a step"
     ),
-    "steps_per_generation": lambda v, given: _updates(
-        _number(v), given.number("gradient_accumulation_steps") or 1, "steps_per_generation"
+    "train.gradient_accumulation_steps train_gradient_accumulation_steps": lambda v, foreign: _updates(
+        foreign.number("num_batches_per_epoch", "sample_num_batches_per_epoch"), v, "sample.num_batches_per_epoch"
     ),
-    "generation_batch_size": lambda v, given: _prompts_per_step(
-        _number(v), given.number("num_generations", "rollout.n"), "images"
+    "steps_per_generation": lambda v, foreign: _updates(
+        _number(v), foreign.number("gradient_accumulation_steps") or 1, "steps_per_generation"
+    ),
+    "generation_batch_size": lambda v, foreign: _prompts_per_step(
+        _number(v), foreign.number("num_generations", "rollout.n"), "images"
     ),
     # in verl (recognised by its mini-batches) it counts prompts, elsewhere images per GPU
-    "train_batch_size": lambda v, given: {"rollout.prompts_per_step": v} if "ppo_mini_batch_size" in given else None,
+    "train_batch_size": lambda v, foreign: (
+        {"rollout.prompts_per_step": v} if "ppo_mini_batch_size" in foreign else None
+    ),
     # flow_grpo's share is of all steps, gerl's of the trained steps, which exclude the last
     "train.timestep_fraction train_timestep_fraction": lambda v, _: (
         {"algorithm.timestep_fraction": 1} if (_number(v) or 0) >= 0.9 else None
     ),
-    "adam_beta1 adam_beta2 train_adam_beta1 train_adam_beta2": lambda _, given: {
+    "adam_beta1 adam_beta2 train_adam_beta1 train_adam_beta2": lambda _, foreign: {
         "actor.betas": [
-            given.number("adam_beta1", "train_adam_beta1", default=0.9),
-            given.number("adam_beta2", "train_adam_beta2", default=0.999),
+            foreign.number("adam_beta1", "train_adam_beta1", default=0.9),
+            foreign.number("adam_beta2", "train_adam_beta2", default=0.999),
         ]
     },
     # the name of a run is its folder, unless another key gives that
-    "run_name experiment_name exp_name output_name": lambda v, given: (
-        "" if any(name in given for name in FOLDERS) else {"hydra.run.dir": f"outputs/{v}"}
+    "run_name experiment_name exp_name output_name": lambda v, foreign: (
+        "" if any(name in foreign for name in FOLDERS) else {"hydra.run.dir": f"outputs/{v}"}
     ),
     # PettingLLMs' training steps (recognised by config_name); in TRL the key counts updates per rollout
-    "num_iterations": lambda v, given: {"trainer.steps": v} if "config_name" in given else None,
+    "num_iterations": lambda v, foreign: {"trainer.steps": v} if "config_name" in foreign else None,
     "teacher_model.model_path teacher_path teacher_model_path": lambda v, _: {"algorithm.teachers": [{"path": str(v)}]},
     # only other programs accept a share of the run instead of a number of steps
     "eval_steps eval_freq": lambda v, _: (
         Why("VALUE is a number of trainer steps, {} of all", "validation.every") if 0 < (_number(v) or 0) < 1 else None
     ),
     # the number is in another key
-    "filter_groups filter_groups.enable use_dynamic_sampling": lambda v, given: (
+    "filter_groups filter_groups.enable use_dynamic_sampling": lambda v, foreign: (
         {"algorithm.dynamic_sampling": _whole(number)}
-        if plain(v) is True and (number := given.number("max_num_gen_batches", "dynamic_sampling_max_gen_batches"))
+        if plain(v) is True and (number := foreign.number("max_num_gen_batches", "dynamic_sampling_max_gen_batches"))
         else None
     ),
     # verl's KL weight counts if its switch is on
-    "use_kl_loss": lambda v, given: "" if plain(v) is True and "kl_loss_coef" in given else None,
-    "kl_loss_coef": lambda _, given: "" if given.is_switched("use_kl_loss", on=False) else None,
-    "ema train.ema use_ema": lambda v, given: (
-        "" if plain(v) is True and given.number("ema_decay", "ema_rate") is not None else None
+    "use_kl_loss": lambda v, foreign: "" if plain(v) is True and "kl_loss_coef" in foreign else None,
+    "kl_loss_coef": lambda _, foreign: "" if foreign.is_switched("use_kl_loss", on=False) else None,
+    "ema train.ema use_ema": lambda v, foreign: (
+        "" if plain(v) is True and foreign.number("ema_decay", "ema_rate") is not None else None
     ),
 }
 RULES |= {name: rule for names, rule in _EXPRESSIONS.items() for name in names.split()}

@@ -29,9 +29,9 @@ def from_mapping(values: dict[str, Any]) -> Config:
         return _adapter().validate_python(values)
     except UnknownAlgorithm as error:
         *names, last = map(repr, ALGORITHMS)
-        (given,) = error.args
-        known = other_value("algorithm", given)
-        raise ConfigError(f"algorithm.name={shown(given)}: it must be {', '.join(names)} or {last}{known}") from None
+        (wrong,) = error.args
+        known = other_value("algorithm", wrong)
+        raise ConfigError(f"algorithm.name={shown(wrong)}: it must be {', '.join(names)} or {last}{known}") from None
     except ValidationError as error:
         if foreign := _foreign(error.errors()):
             raise ConfigError(refusal(foreign, {})) from None
@@ -61,30 +61,30 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 Spelling = Callable[[Mapping[str, Any]], str]
 
 
-def refusal(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None) -> str:
+def refusal(names: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None) -> str:
     """Return the error message for keys of other programs, next to gerl's `own`; `spelling` formats keys and values."""
-    *others, last = given
+    *others, last = names
     named = f"{', '.join(others)} and {last} are keys" if others else f"{last}: a key"
-    return f"{named} of another program: {advice(given, own, spelling)}"
+    return f"{named} of another program: {advice(names, own, spelling)}"
 
 
-def advice(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None, first: str = "") -> str:
+def advice(values: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None, first: str = "") -> str:
     """Return the translation of other programs' keys, preceded by `first`, with reasons."""
-    answer = answered(given, own)
+    answer = answered(values, own)
     lines = " ".join(filter(None, [first, (spelling or typed)(answer.written)]))
     said = [f"write {lines}"] if lines else []
     said += [f"remove {', '.join(answer.idle)}"] if answer.idle else []
     reasons: dict[str, list[str]] = {}
     for name, reason in answer.why.items():
         reasons.setdefault(reason, []).append(name)
-    said += [f"{', '.join(names)}: {why}" if [*given] != names else why for why, names in reasons.items()]
+    said += [f"{', '.join(names)}: {why}" if [*values] != names else why for why, names in reasons.items()]
     return f"{'; '.join(said)}; {LISTED}, docs/migrate compares them"
 
 
 def typed(values: Mapping[str, Any]) -> str:
     """Format arguments for a shell."""
-    given = [f"{key}={value if isinstance(value, str) else flow(value)}" for key, value in values.items()]
-    return " ".join(f'"{a}"' if "'" in a and not re.search(r'["$`\\!]', a) else shlex.quote(a) for a in given)
+    arguments = [f"{key}={value if isinstance(value, str) else flow(value)}" for key, value in values.items()]
+    return " ".join(f'"{a}"' if "'" in a and not re.search(r'["$`\\!]', a) else shlex.quote(a) for a in arguments)
 
 
 def flow(value: Any) -> str:
@@ -109,9 +109,9 @@ def _check_booleans(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}={shown(value)}: it must be {kind_words(f.type)}")
 
 
-def _is_boolean(given: Any) -> bool:
-    """Whether `given` is a boolean, a list that contains one, or the type `bool`."""
-    return given is bool or isinstance(given, bool) or (isinstance(given, list) and any(map(_is_boolean, given)))
+def _is_boolean(kind: Any) -> bool:
+    """Whether `kind` is a boolean, a list that contains one, or the type `bool`."""
+    return kind is bool or isinstance(kind, bool) or (isinstance(kind, list) and any(map(_is_boolean, kind)))
 
 
 @functools.cache
@@ -148,14 +148,14 @@ EXPECTED = {
 }  # by pydantic's error type
 
 
-def _scorer_for(given: object, name: str) -> dict[str, Any]:
-    if name == "reward" and isinstance(given, str) and given.isidentifier():
-        return {"reward.scorers": {given: {}}}
-    if not name.startswith("reward.scorers.") or isinstance(given, bool):
+def _scorer_for(value: object, name: str) -> dict[str, Any]:
+    if name == "reward" and isinstance(value, str) and value.isidentifier():
+        return {"reward.scorers": {value: {}}}
+    if not name.startswith("reward.scorers.") or isinstance(value, bool):
         return {}
-    if isinstance(given, int | float):
-        return {f"{name}.weight": given}
-    return {f"{name}.path": given} if isinstance(given, str) and given.endswith(".py") else {}
+    if isinstance(value, int | float):
+        return {f"{name}.weight": value}
+    return {f"{name}.path": value} if isinstance(value, str) and value.endswith(".py") else {}
 
 
 def expected(error: ErrorDetails, name: str) -> str:

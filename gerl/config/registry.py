@@ -55,7 +55,7 @@ class Registry(Mapping[str, Algorithm]):
 
     def load(self, path: str, source: bytes | Algorithm | None = None) -> Algorithm:
         """Register and return the algorithm of the file `path`, its text or class `source`. Raises `ConfigError`."""
-        given, path = path, canonical(path)
+        typed_path, path = path, canonical(path)
         if path.startswith(PREFIX):
             algorithm = source if isinstance(source, type) else self._by_path.get(path)
             if algorithm is None:
@@ -63,11 +63,11 @@ class Registry(Mapping[str, Algorithm]):
                     f"{KEY}={path}: this was a class of a Python program; pass it again, with "
                     "gerl.train(resume=FOLDER, algorithm=CLASS), or give the file of an algorithm"
                 )
-            return self._add(algorithm, path, path.removeprefix(PREFIX), given)
-        text = source if isinstance(source, bytes) else source_of(KEY, given, ConfigError)
-        algorithm = _only(load_module(KEY, given, ConfigError, text), given)
+            return self._add(algorithm, path, path.removeprefix(PREFIX), typed_path)
+        text = source if isinstance(source, bytes) else source_of(KEY, typed_path, ConfigError)
+        algorithm = _only(load_module(KEY, typed_path, ConfigError, text), typed_path)
         self._sources[path] = text
-        return self._add(algorithm, path, re.sub(r"\W", "_", Path(path).stem), given)
+        return self._add(algorithm, path, re.sub(r"\W", "_", Path(path).stem), typed_path)
 
     def source(self, path: str) -> bytes | Algorithm:
         """Return what another process needs to `load` the algorithm of `path`."""
@@ -83,16 +83,16 @@ class Registry(Mapping[str, Algorithm]):
         except (OSError, TypeError):  # for example defined in an interactive session
             return b""
 
-    def _add(self, algorithm: Algorithm, path: str, name: str, given: str) -> Algorithm:
+    def _add(self, algorithm: Algorithm, path: str, name: str, typed_path: str) -> Algorithm:
         names = _names(algorithm) or (name,)
         if taken := [name for name in names if name in self.shipped]:
-            raise ConfigError(f"{KEY}={given}: gerl already has an algorithm {taken[0]!r}; rename yours")
+            raise ConfigError(f"{KEY}={typed_path}: gerl already has an algorithm {taken[0]!r}; rename yours")
         if missing := sorted(getattr(algorithm, "__abstractmethods__", ())):
             heads = [
                 f"def {name}({', '.join(inspect.signature(getattr(algorithm, name)).parameters)})" for name in missing
             ]
             raise ConfigError(
-                f"{KEY}={given}: {algorithm.__name__} does not define {' and '.join(missing)}; add "
+                f"{KEY}={typed_path}: {algorithm.__name__} does not define {' and '.join(missing)}; add "
                 f"{' and '.join(heads)}"
             )
         algorithm.names = " ".join(names)

@@ -32,13 +32,13 @@ def role_config(config: Config, name: str) -> Config:
         values["rollout"]["quantize"] = "none"
     if (images := config.episode.images_of(name)) is not None:
         values["rollout"]["n"] = images
-    for given, value in keys.items():
-        if given in OWN:
+    for key, value in keys.items():
+        if key in OWN:
             continue
-        block, _, rest = str(given).partition(".")
-        if given == "algorithm.name" and config.episode.is_text(name):
-            raise ConfigError(f"episode.roles.{name}.{given}: a role that rewrites prompts trains by GRPO; remove it")
-        if given == "algorithm.name" and value != values["algorithm"]["name"]:
+        block, _, rest = str(key).partition(".")
+        if key == "algorithm.name" and config.episode.is_text(name):
+            raise ConfigError(f"episode.roles.{name}.{key}: a role that rewrites prompts trains by GRPO; remove it")
+        if key == "algorithm.name" and value != values["algorithm"]["name"]:
             others = {k.partition(".")[2]: v for k, v in keys.items() if str(k).startswith("algorithm.")}
             values["algorithm"] = deepcopy(others)
         elif rest:

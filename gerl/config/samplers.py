@@ -141,13 +141,13 @@ def choose(sampling: Mapping[str, Any], scheduler: Scheduler) -> dict[str, str]:
     """
     values = {}
     for key, usual in CHOICES.items():
-        given = sampling.get(key)
-        if given != AUTO and not isinstance(given, list):
+        setting = sampling.get(key)
+        if setting != AUTO and not isinstance(setting, list):
             continue
-        entries = given if isinstance(given, list) else [given]
+        entries = setting if isinstance(setting, list) else [setting]
         if not entries or (wrong := next((entry for entry in entries if entry not in (*EVERY[key], AUTO)), None)):
             one_of = ", ".join((*EVERY[key], AUTO))
-            raise ConfigError(f"sampling.{key}={shown(given if not entries else wrong)}: it must be one of {one_of}")
+            raise ConfigError(f"sampling.{key}={shown(setting if not entries else wrong)}: it must be one of {one_of}")
         wanted = [value for entry in entries for value in (usual if entry == AUTO else (entry,))]
         values[key] = next((value for value in wanted if value in scheduler.allows(key)), wanted[0])
     return values

@@ -37,36 +37,36 @@ class Service:
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
-def service_of(given: Mapping[str, Any]) -> Service | None:
+def service_of(values: Mapping[str, Any]) -> Service | None:
     """Parse the value of `rollout.service`; None: the workers sample. Raises `ConfigError` for a wrong entry."""
-    if not given:
+    if not values:
         return None
     names = [f.name for f in fields(Service)]
-    for name in given:
+    for name in values:
         if name not in names:
             raise ConfigError(f"{KEY}.{name}: there is no such key; there are {', '.join(names)}")
-    url = given.get("url")
+    url = values.get("url")
     parts = urlsplit(url) if isinstance(url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"{KEY}.url={shown(url)}: expected an address such as http://127.0.0.1:8000")
     if parts.username or parts.password or parts.query:
         raise ConfigError(f"{KEY}.url: leave out what is secret, and name an environment variable in token_env")
     for name, kind in (("format", Format), ("lora", LoraTransfer)):
-        if given.get(name, get_args(kind)[0]) not in get_args(kind):
-            raise ConfigError(f"{KEY}.{name}={shown(given[name])}: it must be {' or '.join(get_args(kind))}")
-    timeout, retries = given.get("timeout", 600.0), given.get("retries", 3)
+        if values.get(name, get_args(kind)[0]) not in get_args(kind):
+            raise ConfigError(f"{KEY}.{name}={shown(values[name])}: it must be {' or '.join(get_args(kind))}")
+    timeout, retries = values.get("timeout", 600.0), values.get("retries", 3)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
         raise ConfigError(f"{KEY}.timeout={shown(timeout)}: it must be a number of seconds above 0")
     if type(retries) is not int or retries < 0:
         raise ConfigError(f"{KEY}.retries={shown(retries)}: it must be at least 0")
     for name in ("token_env", "workflow", "announce", "folder"):
-        if (value := given.get(name)) is not None and not (isinstance(value, str) and value.strip()):
+        if (value := values.get(name)) is not None and not (isinstance(value, str) and value.strip()):
             raise ConfigError(f"{KEY}.{name}={shown(value)}: it must be a text")
-    if (token := given.get("token_env")) is not None and not ENVIRONMENT.fullmatch(token):
+    if (token := values.get("token_env")) is not None and not ENVIRONMENT.fullmatch(token):
         raise ConfigError(f"{KEY}.token_env={shown(token)}: it must be the name of an environment variable")
-    if not isinstance(given.get("body", {}), Mapping):
-        raise ConfigError(f"{KEY}.body={shown(given['body'])}: it must be a dictionary")
-    service = Service(**given)
+    if not isinstance(values.get("body", {}), Mapping):
+        raise ConfigError(f"{KEY}.body={shown(values['body'])}: it must be a dictionary")
+    service = Service(**values)
     if (service.format == "comfyui") != (service.workflow is not None):
         raise ConfigError(f"{KEY}.workflow: format=comfyui needs the graph as a file, and no other format has one")
     if service.format != "gerl" and service.lora == "push":

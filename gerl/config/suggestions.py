@@ -11,7 +11,7 @@ from gerl.config import other_programs as others
 from gerl.config.algorithms import AlgorithmConfig
 from gerl.config.blocks import ScorerConfig
 from gerl.config.configuration import Config
-from gerl.config.other_programs import Given, Why, absent, elsewhere, known_as, plain
+from gerl.config.other_programs import ForeignKeys, Why, absent, elsewhere, known_as, plain
 from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import resolved_fields, shown, unfit
 
@@ -28,11 +28,11 @@ class Answer:
     idle: list[str] = field(default_factory=list)  # keys that need no translation
 
 
-def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
+def answered(values: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
     """Translate other programs' keys, given next to gerl's `own`, and note algorithm keys that are not read."""
-    answer, everything = Answer(), Given(given)
+    answer, everything = Answer(), ForeignKeys(values)
     sources: dict[str, str] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if reason := absent(name):
             answer.why[name] = reason
             continue
@@ -58,10 +58,10 @@ def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
     return answer
 
 
-def _lines(name: str, value: Any, given: Given, answer: Answer) -> dict[str, Any]:
+def _lines(name: str, value: Any, foreign: ForeignKeys, answer: Answer) -> dict[str, Any]:
     """Return gerl's keys and values for one key, and note the reasons for unknown values in `answer`."""
     end, fields = known_as(name) or "", dict(keys())
-    result: Any = others.RULES[end](value, given) if end in others.RULES else None
+    result: Any = others.RULES[end](value, foreign) if end in others.RULES else None
     result = others.FLAGS.get(end, {}).get(str(value).lower()) if result is None else result
     result = others.HINTS.get(end) if result is None else result
     if isinstance(result, str):

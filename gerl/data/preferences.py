@@ -54,15 +54,15 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
                 )
             paths, scores = [row["image"]], [1.0 if liked else -1.0]
     names = list(kind) if kind[0] != "images" else ["images"] * len(paths)
-    given = []
+    images = []
     for name, path, score in zip(names, paths, scores, strict=False):
         if not isinstance(path, str):
             raise DataError(f"{where} has {name}={path!r:.80}: expected the path of an image")
-        given.append(DatasetImage(absolute_picture(path, folder, f"{where} has {name}={path!r}"), score))
+        images.append(DatasetImage(absolute_picture(path, folder, f"{where} has {name}={path!r}"), score))
     metadata = {name: value for name, value in row.items() if name not in (*kind, "sources")}
     if (sources := row.get("sources")) and kind[0] == "images":  # from votes on edits
         metadata.setdefault("image", sources[0] if isinstance(sources, list) and len(sources) == 1 else sources)
-    return replace(prompt, metadata=metadata, dataset_images=tuple(given))
+    return replace(prompt, metadata=metadata, dataset_images=tuple(images))
 
 
 def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:

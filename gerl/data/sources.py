@@ -35,13 +35,13 @@ DECODERS = 8  # threads that decode images
 TABLES = (".jsonl", ".csv", ".parquet")  # prompt files that may have columns of images
 
 
-def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
+def load(entries: object, data: DataConfig, name: str) -> list[Prompt]:
     """Load the prompts of every source of `given`, the value of the key `name`, with consecutive ids.
 
     Raises `DataError`: a source is missing, cannot be read, or lacks a column; names the source.
     """
     prompts: list[Prompt] = []
-    for number, source in enumerate(sources(given, name)):
+    for number, source in enumerate(sources(entries, name)):
         try:
             rows = _rows(source, data, rows_have_images(data, name))
         except DataError as error:
@@ -50,15 +50,15 @@ def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
     return prompts
 
 
-def load_split(config: Config, key: str, given: object) -> list[Prompt]:
+def load_split(config: Config, key: str, entries: object) -> list[Prompt]:
     """Load the prompts of `given`, the value of `key`; raises as `load` does.
 
     `validation.data=auto` splits `data.train`: its key loads the prompts to train on, `given="auto"` the held-out ones.
     """
-    if given != HELD_OUT and (key != "data.train" or config.validation.data != HELD_OUT):
-        return load(given, config.data, key)
+    if entries != HELD_OUT and (key != "data.train" or config.validation.data != HELD_OUT):
+        return load(entries, config.data, key)
     trained, held_out = hold_out(load(config.data.train, config.data, "data.train"), config.validation.share)
-    return held_out if given == HELD_OUT else trained
+    return held_out if entries == HELD_OUT else trained
 
 
 def hold_out(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
@@ -83,13 +83,13 @@ def rows_have_images(data: DataConfig, name: str) -> bool:
     return name == "data.regularise" or (name == "data.train" and data.train_on == "files")
 
 
-def digest(given: object, data: DataConfig, name: str) -> str:
+def digest(entries: object, data: DataConfig, name: str) -> str:
     """Return the SHA-256 (hex) of the contents of the sources: the bytes of a file, the rows of a data set or of code.
 
     Depends on the order of the sources, not on weights and column names.
     """
     digests = []
-    for source in sources(given, name):
+    for source in sources(entries, name):
         try:
             own = _digest(source, data)
         except DataError as error:
@@ -108,16 +108,16 @@ def _digest(source: Source, data: DataConfig) -> str:
     return tables.fingerprint(source.path)
 
 
-def source_names(given: object) -> str:
+def source_names(entries: object) -> str:
     """Return the names of the sources of `data.train` or `validation.data`, joined for a message."""
-    if given == HELD_OUT:
+    if entries == HELD_OUT:
         return "those held out of data.train"
-    return given if isinstance(given, str) else ", ".join(source.path for source in sources(given, "data.train"))
+    return entries if isinstance(entries, str) else ", ".join(source.path for source in sources(entries, "data.train"))
 
 
-def weights(given: object) -> list[Fraction] | None:
+def weights(entries: object) -> list[Fraction] | None:
     """Return the weight of each source of `data.train`; None for a single source or no weights: one pool of prompts."""
-    parsed = [] if given is None else sources(given, "data.train")
+    parsed = [] if entries is None else sources(entries, "data.train")
     if len(parsed) < 2 or all(source.weight is None for source in parsed):
         return None
     return [Fraction(str(1.0 if source.weight is None else source.weight)) for source in parsed]
@@ -200,7 +200,7 @@ def contrasted(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [replace(prompt, contrast=texts_of[i]) for i, prompt in enumerate(prompts)]
 
 
-def limit_prompts(prompts: Sequence[Prompt], most: int | None, given: object) -> list[Prompt]:
+def limit_prompts(prompts: Sequence[Prompt], most: int | None, entries: object) -> list[Prompt]:
     """Return at most `most` of the `prompts`: the first of each source of `given`, distributed as evenly as possible.
 
     Logs the number per source, and warns of a source that gets none.
@@ -212,7 +212,7 @@ def limit_prompts(prompts: Sequence[Prompt], most: int | None, given: object) ->
     for _ in range(most):
         shares[min((s for s in shares if shares[s] < sizes[s]), key=lambda s: (shares[s], s))] += 1
     if len(shares) > 1:
-        paths = {number: source.path for number, source in enumerate(sources(given, "validation.data"))}
+        paths = {number: source.path for number, source in enumerate(sources(entries, "validation.data"))}
         parts = ", ".join(f"{shares[s]} of the {sizes[s]} of {paths[s]}" for s in shares)
         logger.info("validation.max_prompts=%d: %s", most, parts)
         if without := [paths[s] for s in shares if not shares[s]]:
@@ -233,8 +233,8 @@ def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
     shares = weights(config.data.train)
     if shares is None:
         return
-    per_step, given = config.rollout.prompts_per_step, sources(config.data.train, "data.train")
-    for number, (source, most) in enumerate(zip(given, max_prompts_per_step(shares, per_step), strict=True)):
+    per_step, mixed = config.rollout.prompts_per_step, sources(config.data.train, "data.train")
+    for number, (source, most) in enumerate(zip(mixed, max_prompts_per_step(shares, per_step), strict=True)):
         if (count := sum(prompt.source == number for prompt in prompts)) < most:
             raise DataError(
                 f"data.train: {source.path} has {count} prompts, and its weight {float(shares[number]):g} of "
@@ -245,16 +245,16 @@ def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
 
 def may_have_pictures(data: DataConfig) -> bool:
     """Whether a source of the training prompts may have columns of images."""
-    given = [] if data.train is None else sources(data.train, "data.train")
+    trained = [] if data.train is None else sources(data.train, "data.train")
     return any(
         any(name in COLUMNS for name in _columns(source, data))
         if source.on_hub
         else source.is_code or Path(source.path).suffix.lower() in TABLES
-        for source in given
+        for source in trained
     )
 
 
-def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
+def _rows(source: Source, data: DataConfig, has_images: bool) -> list[Prompt]:
     key = _prompt_key(source, data)
     template = data.template if source.template is None else source.template
     if source.on_hub:
@@ -269,7 +269,7 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
             read_rows = _renamed(read_rows, _columns(source, data), key, str(path))
     rows = []
     for where, row in read_rows:
-        prompt = with_images(row, place, where) if given else row
+        prompt = with_images(row, place, where) if has_images else row
         metadata = with_absolute_paths(prompt.metadata, place, where)
         if source.data_source is not None:
             metadata = {**metadata, DATA_SOURCE: source.data_source}
@@ -283,7 +283,7 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
             metadata = {**metadata, ORIGINAL: text}
             text = filled(template, {**metadata, key: text, "prompt": text}, where)
         rows.append(replace(prompt, text=text, metadata=metadata))
-    return merge_duplicates(rows) if given else rows
+    return merge_duplicates(rows) if has_images else rows
 
 
 def filled(template: str, row: Mapping[str, object], where: str) -> str:

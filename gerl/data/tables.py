@@ -285,8 +285,8 @@ FOR_ALL = "sampling.call.{} applies to all prompts"
 def unused_columns(prompts: Sequence[Prompt], config: Config, accepted: Collection[str]) -> list[str]:
     """Return a warning about columns that seem intended for a pipeline with the `accepted` arguments, if any."""
     there = {name for prompt in prompts for name, value in prompt.metadata.items() if value is not None}
-    given = {name for name in COLUMNS if name in accepted}
-    unused = {name: why for name in sorted(there - given) if (why := _remedy(name, config, accepted))}
+    accepted_columns = {name for name in COLUMNS if name in accepted}
+    unused = {name: why for name in sorted(there - accepted_columns) if (why := _remedy(name, config, accepted))}
     if not unused:
         return []
     parts = ", ".join(f"{name} ({why})" for name, why in unused.items())

@@ -183,11 +183,11 @@ def _error_and_gradient(
         differences.append(difference.detach())
         return (difference**2).reshape(tape.batch_size, -1).mean(1)
 
-    given = replace(tape, steps=list(tape.steps))  # the noised latents as if the step before had led there
-    given.steps[k - 1] = replace(tape.steps[k - 1], x_next=x.detach())
-    given.steps[k] = replace(tape.steps[k], x=x.detach())
+    noised = replace(tape, steps=list(tape.steps))  # the noised latents as if the step before had led there
+    noised.steps[k - 1] = replace(tape.steps[k - 1], x_next=x.detach())
+    noised.steps[k] = replace(tape.steps[k], x=x.detach())
     ones = torch.ones(tape.batch_size, device=x.device)
-    derivative = _unguided(partial(backprop_step, pipe, given, k, squares, ones, carry=True))
+    derivative = _unguided(partial(backprop_step, pipe, noised, k, squares, ones, carry=True))
     assert derivative is not None
     pairs = [(x, derivative.direct + derivative.through)]
     elements = x.numel() // tape.batch_size
@@ -207,7 +207,7 @@ class _Errors(torch.autograd.Function):
         return errors
 
     @staticmethod
-    def backward(ctx: Any, given: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, incoming: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,) = ctx.saved_tensors
-        rows = given.repeat_interleave(len(gradient) // len(given), dim=0)
+        rows = incoming.repeat_interleave(len(gradient) // len(incoming), dim=0)
         return (gradient * rows.view(*rows.shape, *[1] * (gradient.ndim - 2))).sum(1), None

@@ -89,5 +89,5 @@ def pooled(value: torch.Tensor, output: Any, count: int, n: int) -> torch.Tensor
 def prompt_embedding(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the pooled prompt embedding among a denoiser's arguments, else that of its tokens; None without either."""
     more = kwargs.get("added_cond_kwargs")
-    given = {**kwargs, **(more if isinstance(more, Mapping) else {})}
-    return next((v for name in PROMPTS if torch.is_tensor(v := given.get(name)) and v.ndim in (2, 3)), None)
+    arguments = {**kwargs, **(more if isinstance(more, Mapping) else {})}
+    return next((v for name in PROMPTS if torch.is_tensor(v := arguments.get(name)) and v.ndim in (2, 3)), None)

@@ -276,11 +276,11 @@ class LazySchedulerOutput:
         self,
         next_of: Callable[[torch.Tensor, Timestep, torch.Tensor, torch.dtype], torch.Tensor],
         scheduler: SchedulerMixin,
-        given: tuple[torch.Tensor, Timestep, torch.Tensor],
+        arguments: tuple[torch.Tensor, Timestep, torch.Tensor],
         known: torch.Tensor | None,
     ) -> None:
-        self.next_of, self.scheduler, self.given, self.known = next_of, scheduler, given, known
-        self.index = step_index(scheduler, given[1])
+        self.next_of, self.scheduler, self.given, self.known = next_of, scheduler, arguments, known
+        self.index = step_index(scheduler, arguments[1])
         self.taken: torch.Tensor | None = None
         scheduler._step_index = self.index + 1
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 UNTRACEABLE = "latents cannot be given for step 0: the pipeline does not pass on its initial latents value by value"
 
 
-def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:
+def started_at(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> dict[int, Tree]:
     """Return `{position: value}` of the one answer that starts at the latents `given`; else raises `ReplayError`."""
     start = tape.steps[0].x
     answers = {i: answer.value for i, answer in enumerate(tape.answers[: tape.steps[0].num_answers])}
@@ -39,20 +39,20 @@ def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict
 
     positions = [i for i, value in answers.items() for leaf in tree_leaves(value) if is_start(leaf)]
     if len(positions) != 1:  # the noise that inpainting keeps may equal the initial latents
-        return _traced(pipe, tape, given)
+        return _traced(pipe, tape, latents)
 
     def swap(value: object) -> object:
-        return given.to(value.dtype, copy=True) if isinstance(value, torch.Tensor) and is_start(value) else value
+        return latents.to(value.dtype, copy=True) if isinstance(value, torch.Tensor) and is_start(value) else value
 
     return {positions[0]: tree_map(swap, answers[positions[0]])}
 
 
-def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:
+def _traced(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> dict[int, Tree]:
     tracer = _Tracer(tape)
     with torch.enable_grad():
         rerun(pipe, tracer)
     sample = tracer.sample
-    if sample is None or not sample.requires_grad or sample.shape != given.shape:
+    if sample is None or not sample.requires_grad or sample.shape != latents.shape:
         raise ReplayError(UNTRACEABLE)
     leaves = [leaf for _, leaf in tracer.leaves]
 
@@ -66,7 +66,7 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
     if len(outputs) != 1:
         raise ReplayError(UNTRACEABLE)
     ((number, handed_on, scale),) = outputs
-    value = moved(given.to(sample.dtype))[number]
+    value = moved(latents.to(sample.dtype))[number]
     assert value is not None
     position, leaf = tracer.leaves[number]
     new = torch.where(handed_on, value / scale**2, leaf.detach())  # value is scale times given, the pipeline scales it
@@ -198,12 +198,12 @@ class Decoder(TapeHead):
 
 def _pixels(output: object) -> torch.Tensor:
     """Return the images or videos of a pipeline's output, fp32."""
-    given = dict(output.items()) if hasattr(output, "items") else {}
-    images = next((given[name] for name in ("images", "frames", "image") if given.get(name) is not None), None)
+    outputs = dict(output.items()) if hasattr(output, "items") else {}
+    images = next((outputs[name] for name in ("images", "frames", "image") if outputs.get(name) is not None), None)
     if isinstance(images, list) and images and all(torch.is_tensor(part) for part in images):
         images = torch.stack(images)
     if not torch.is_tensor(images) or images.ndim not in (4, 5):
-        named = ", ".join(f"{name}: {type(value).__name__}" for name, value in given.items()) or type(output).__name__
+        named = ", ".join(f"{name}: {type(value).__name__}" for name, value in outputs.items()) or type(output).__name__
         raise ReplayError(
             f"the pipeline was asked for tensors and returned {named}: its images cannot be differentiated"
         )
@@ -299,9 +299,9 @@ class _Loop(Recorder):
 class _Tail(TapeHead):
     """Head of a pass that ends with given latents and computes nothing before."""
 
-    def __init__(self, tape: Tape, given: torch.Tensor) -> None:
+    def __init__(self, tape: Tape, sample: torch.Tensor) -> None:
         super().__init__(tape)
-        self.given, self.device = given, given.device
+        self.given, self.device = sample, sample.device
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         answers = self.tape.answers

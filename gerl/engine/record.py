@@ -246,10 +246,12 @@ class Recorder(RolloutHead):
     def _spread(self, common: object, sampler: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Mix `common`, sampled by the pipeline with `sampler`, with noise of the step generators."""
         bound = inspect.signature(sampler).bind(*args, **kwargs).arguments
-        given = bound.get("generator")
-        if given is None or self.generators is None:
+        generator = bound.get("generator")
+        if generator is None or self.generators is None:
             return common
-        own = sampler(**bound | {"generator": list(self.generators) if isinstance(given, list) else self.generators[0]})
+        own = sampler(
+            **bound | {"generator": list(self.generators) if isinstance(generator, list) else self.generators[0]}
+        )
         assert torch.is_tensor(common) and torch.is_tensor(own)
         self.mixed = True
         return math.sqrt(1 - self.init_spread**2) * common + self.init_spread * own

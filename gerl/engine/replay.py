@@ -225,13 +225,13 @@ def replay(
         raise ReplayError("the denoiser reads a cache of an earlier step: use step_batch=1")
     if step_batch > 1 and (part.probe is None or part.probe.batch_size == part.batch_size):
         part = replace(part, probe=_probe_of(pipe, part))
-    given = latents or {}
-    start = started_at(pipe, part, given[0]) if 0 in given else {}
-    player = Replayer(part, on_step, steps, given, grad, cfg)
+    replaced = latents or {}
+    start = started_at(pipe, part, replaced[0]) if 0 in replaced else {}
+    player = Replayer(part, on_step, steps, replaced, grad, cfg)
     if step_batch > 1 and len(player.live_at) > 1:
-        gatherer = CallCollector(part, on_step, steps, given, False, cfg)
+        gatherer = CallCollector(part, on_step, steps, replaced, False, cfg)
         play(pipe, gatherer, start)
-        player = BatchedReplayer(gatherer.gathered, step_batch, part, on_step, steps, given, grad, cfg)
+        player = BatchedReplayer(gatherer.gathered, step_batch, part, on_step, steps, replaced, grad, cfg)
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
     player.meter = meter if grad else None
@@ -359,12 +359,12 @@ class Replayer(TapeHead):
             raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
         self.live_at, self.filling = tape.live_at(self.trained), tape.filling_steps
         super().__init__(tape)
-        self.latents = {k: given.float() for k, given in latents.items()}
+        self.latents = {k: value.float() for k, value in latents.items()}
         check_compacted(tape, self.trained, latents, cfg)
-        for k, given in latents.items():
-            if given.shape != tape.steps[k].x.shape:
+        for k, value in latents.items():
+            if value.shape != tape.steps[k].x.shape:
                 raise ReplayError(
-                    f"latents of step {k} have shape {list(given.shape)}, the replayed ones "
+                    f"latents of step {k} have shape {list(value.shape)}, the replayed ones "
                     f"{list(tape.steps[k].x.shape)}: expected one row per replayed sample"
                 )
         self.overwrites = any([step.written is not None for step in tape.steps])
@@ -395,7 +395,7 @@ class Replayer(TapeHead):
             return self.recorded(recorded)
         return self._run(name, forward, recorded, (args, kwargs))
 
-    def _run(self, name: str, forward: Callable[..., object], recorded: ComponentCall, given: Arguments) -> object:
+    def _run(self, name: str, forward: Callable[..., object], recorded: ComponentCall, arguments: Arguments) -> object:
         """Run component `name` at a trained step."""
         # not earlier, since a second scheduler stream may have used the same output, and one pass serves both; and not
         # later, since this step's graph must be freed before the next one is built
@@ -408,20 +408,20 @@ class Replayer(TapeHead):
             return self.conditional  # the same cut, which accumulates the gradients of both
         of_rows = self._guided(forward, role, recorded)
         if recorded.reads is None and self.step not in self.filling:
-            output = self._cut(self._once_per_kind(of_rows, recorded)(*given[0], **given[1]))
+            output = self._cut(self._once_per_kind(of_rows, recorded)(*arguments[0], **arguments[1]))
         elif role in (None, "conditional", "unconditional"):
-            output = self._cut_with_caches(of_rows(len(self.tape.steps[self.step].x)), given)
+            output = self._cut_with_caches(of_rows(len(self.tape.steps[self.step].x)), arguments)
         else:
             raise ReplayError("the denoiser's cache has the rows of both halves of guidance: use cfg joint")
         if role == "conditional":
             self.conditional = output
         return output
 
-    def _cut_with_caches(self, forward: Callable[..., object], given: Arguments) -> object:
+    def _cut_with_caches(self, forward: Callable[..., object], arguments: Arguments) -> object:
         """Run a component and cut its graph at its output, and at what it puts into a cache."""
-        before = {id(tensor) for value in objects_of(given) for tensor in tensors_inside(value)}
-        value = forward(*given[0], **given[1])
-        caches = cut_caches(given, value, before)
+        before = {id(tensor) for value in objects_of(arguments) for tensor in tensors_inside(value)}
+        value = forward(*arguments[0], **arguments[1])
+        caches = cut_caches(arguments, value, before)
         output = self._cut(value)
         self.cuts[-1][1].extend(caches)
         return output
@@ -495,9 +495,9 @@ class Replayer(TapeHead):
         self, k: int, recorded: TapeStep, sample: torch.Tensor, source: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the fp32 latents of step `k`, and where the pipeline replaced the caller's by its condition."""
-        given = self.latents.get(k)
-        if given is not None:
-            return self._given(k, given, recorded, sample, source)
+        replaced = self.latents.get(k)
+        if replaced is not None:
+            return self._given(k, replaced, recorded, sample, source)
         x = recorded.x
         if source is not x:
             message = f"the pipeline did not reach the recorded latents at step {k}: it cannot be replayed"
@@ -540,12 +540,12 @@ class Replayer(TapeHead):
                 return
             raise ReplayError(f"no gradient reaches the model output at step {k}: no part of the denoiser is trained")
         recorded = self.tape.steps[k]
-        given = k in self.latents
+        is_replaced = k in self.latents
         x_next, log_prob, mean = (
-            None if given else value for value in (recorded.x_next, recorded.log_prob, recorded.mean)
+            None if is_replaced else value for value in (recorded.x_next, recorded.log_prob, recorded.mean)
         )
         output = model_output.float()
-        overwritten = None if given or not self.overwrites else self.tape.overwritten(k)
+        overwritten = None if is_replaced or not self.overwrites else self.tape.overwritten(k)
         if self.meter is not None:
             self.meter.begin(k)
         loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, output, written, overwritten))
@@ -663,11 +663,11 @@ def deduplicate(
         return [value[start + i] for start in range(0, len(value), len(firsts)) for i in positions]
 
     def run(*args: object, **kwargs: object) -> object:
-        given = (args, kwargs)
-        with_graph = any(torch.is_tensor(v) and v.requires_grad for v in tree_leaves(given))
-        if with_graph or not same(take(given, like.inputs, kinds, n, probed), given):
+        arguments = (args, kwargs)
+        with_graph = any(torch.is_tensor(v) and v.requires_grad for v in tree_leaves(arguments))
+        if with_graph or not same(take(arguments, like.inputs, kinds, n, probed), arguments):
             return of_rows(n)(*args, **kwargs)
-        few_args, few_kwargs = take(given, like.inputs, firsts, n, probed)
+        few_args, few_kwargs = take(arguments, like.inputs, firsts, n, probed)
         output = of_rows(len(firsts))(*few_args, **few_kwargs)
         return map_rows(output, recorded.output, like.output, n, probed, spread, spread_list)
 
@@ -695,10 +695,10 @@ class CallCollector(Replayer):
         super().__init__(*args)
         self.gathered: dict[Position, Call] = {}
 
-    def _run(self, name: str, forward: Callable[..., object], recorded: ComponentCall, given: Arguments) -> object:
+    def _run(self, name: str, forward: Callable[..., object], recorded: ComponentCall, arguments: Arguments) -> object:
         if not is_trained(self.components[name]):
-            return forward(*given[0], **given[1])
-        self.gathered[self.position] = (name, detached_copy(given))
+            return forward(*arguments[0], **arguments[1])
+        self.gathered[self.position] = (name, detached_copy(arguments))
         return self.recorded(recorded)
 
     def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
@@ -716,9 +716,9 @@ class BatchedReplayer(Replayer):
         self.running = -1
         self.outputs: dict[Position, object] = {}  # of the current stack
 
-    def _run(self, name: str, forward: Callable[..., object], recorded: ComponentCall, given: Arguments) -> object:
+    def _run(self, name: str, forward: Callable[..., object], recorded: ComponentCall, arguments: Arguments) -> object:
         if not is_trained(self.components[name]):
-            return forward(*given[0], **given[1])
+            return forward(*arguments[0], **arguments[1])
         if self.roles:
             raise ReplayError(
                 f"step_batch needs a gradient through both halves of the guidance: cfg=joint, not cfg={self.cfg}"
@@ -729,7 +729,7 @@ class BatchedReplayer(Replayer):
         if self.position not in self.outputs:
             self._run_stack(name, forward, recorded)
         _, gathered = self.gathered[self.position]
-        if not same(given, gathered):
+        if not same(arguments, gathered):
             raise ReplayError(
                 f"the arguments of {name} at step {self.step} depend on its output at an earlier step: use step_batch=1"
             )
@@ -847,13 +847,13 @@ def backprop_step(
     Raises `ReplayError` as `replay` does, and with `carry` if a step shares its denoiser call with another.
     """
     part = tape if index is None else tape.rows(index)
-    given: Mapping[int, torch.Tensor] = {} if latents is None else {k: latents}
-    start = started_at(pipe, part, given[0]) if 0 in given else {}
+    replaced: Mapping[int, torch.Tensor] = {} if latents is None else {k: latents}
+    start = started_at(pipe, part, replaced[0]) if 0 in replaced else {}
 
     def on_step(_: int, step: ReplayedStep) -> torch.Tensor:
         return (leads_to(step) * gradient).sum()
 
-    player = Replayer(part, on_step, [k], given, True, cfg)
+    player = Replayer(part, on_step, [k], replaced, True, cfg)
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
     if carry and k > 0:

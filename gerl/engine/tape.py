@@ -333,13 +333,13 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
         live, num_answers = set(), len(tape.answers)
     outputs = reads.outputs and is_guided(tape, live)
     # the caller's latents replace those of trained steps, but finding guidance roles uses the recorded ones
-    given = reads.steps if reads.forward and not outputs else frozenset()
+    read_steps = reads.steps if reads.forward and not outputs else frozenset()
 
     # gradients pass through the rules of untrained steps, and leaps use their latents
     end = final if reads.chain else last
 
     def is_left(k: int) -> bool:
-        return k < last and k + 1 not in given if reads.forward else k <= end
+        return k < last and k + 1 not in read_steps if reads.forward else k <= end
 
     # the step after a trained one shows which of its latents reach the images
     after = frozenset() if reads.forward else {min(k + 1, final) for k in (*reads.steps, final)}
@@ -347,9 +347,9 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
         replace(
             step,
             # the initial latents are identified by their values, as are later ones that a pipeline overwrites
-            x=step.x if k <= end and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
+            x=step.x if k <= end and (k == 0 or k not in read_steps or step.written is not None) else shapes(step.x),
             written=step.written
-            if k in {*given, *after} or (given and k == 1) or reads.chain
+            if k in {*read_steps, *after} or (read_steps and k == 1) or reads.chain
             else shapes(step.written),
             x_next=step.x_next
             if is_left(k) or ((reads.forward or reads.finished) and k == final)

@@ -696,12 +696,12 @@ def on_device(noise: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def check_scheduler(scheduler: SchedulerMixin, kernel: str, noise_level: float, solver: str = "euler") -> None:
     """Raise `ModelError` if `scheduler` has no transition kernel, or does not support `kernel` with `solver`."""
-    name, given = type(scheduler).__name__, f"sampling.kernel={kernel} with sampling.solver={solver}"
+    name, settings = type(scheduler).__name__, f"sampling.kernel={kernel} with sampling.solver={solver}"
     kind = family(scheduler)
     if kind in CONSISTENCY:
         if kernel not in ("cps", "ode") or solver != "euler":
             raise ModelError(
-                f"{given} is incompatible with the {name} of this consistency model pipeline: use cps "
+                f"{settings} is incompatible with the {name} of this consistency model pipeline: use cps "
                 f"(noise_level={int(kind in RESAMPLES)} is its own sampler) and euler"
             )
         if scheduler.config.get("thresholding", False):
@@ -718,7 +718,7 @@ def check_scheduler(scheduler: SchedulerMixin, kernel: str, noise_level: float, 
     elif kind == "flow_map":
         if (kernel != "ode" and noise_level > 0) or solver != "euler":
             raise ModelError(
-                f"{given} is incompatible with this pipeline's {name}, whose model jumps between noise levels by "
+                f"{settings} is incompatible with this pipeline's {name}, whose model jumps between noise levels by "
                 "an average velocity and does not model the noise in between: use ode and euler, with an algorithm "
                 "that needs no noise (neighbor_grpo), or train the model that it was distilled from"
             )

@@ -331,8 +331,8 @@ def _roles(options: Options, config: Config, files: dict[str, Path]) -> tuple[st
         alone = roles_alone(config, options.roles)
         return alone if files else ()
     if options.roles != "all":
-        given = next(iter(files.values()), None)
-        what = "there are no episode.turns" if given is None else f"{given} has no episodes"
+        lora = next(iter(files.values()), None)
+        what = "there are no episode.turns" if lora is None else f"{lora} has no episodes"
         raise ConfigError(f"roles={options.roles}: {what}; remove it, or give a checkpoint of a run with episode.turns")
     return None
 

@@ -66,21 +66,21 @@ def _readable(file: Path) -> Path:
         raise ModelError(f"{file} is not a readable LoRA ({reason(error)}): give a .safetensors file") from None
 
 
-def name_loras(given: Sequence[tuple[str | None, str, Path]]) -> dict[str, Path]:
+def name_loras(loras: Sequence[tuple[str | None, str, Path]]) -> dict[str, Path]:
     """Name LoRAs, given as (name or None, path, file), by the shortest path suffixes that differ.
 
     Raises `ConfigError` if two of them, or one and the base, have the same name.
     """
     trails = [
-        [part for part in Path(path).expanduser().absolute().parts if part not in IGNORED] for _, path, _ in given
+        [part for part in Path(path).expanduser().absolute().parts if part not in IGNORED] for _, path, _ in loras
     ]
     names: list[str] = []
     for length in range(1, max(map(len, trails), default=0) + 1):
         ends = ["/".join(trail[-length:]).removesuffix(".safetensors") for trail in trails]
-        names = [name or end for (name, _, _), end in zip(given, ends, strict=True)]
+        names = [name or end for (name, _, _), end in zip(loras, ends, strict=True)]
         if len({BASE, *names}) > len(names):
-            return {name: file for name, (_, _, file) in zip(names, given, strict=True)}
-    if twice := [path for _, path, _ in given if [p for _, p, _ in given].count(path) > 1]:
+            return {name: file for name, (_, _, file) in zip(names, loras, strict=True)}
+    if twice := [path for _, path, _ in loras if [p for _, p, _ in loras].count(path) > 1]:
         raise ConfigError(f"lora: {twice[0]} is given twice; use lora.NAME=PATH to tell them apart, or keep one")
     if names:
         raise ConfigError(
@@ -119,10 +119,10 @@ def has_episodes(path: Path) -> bool:
     return bool(get(state, "settings", "episode", "turns"))
 
 
-def check_episodes(config: Config, given: Mapping[str, Path]) -> None:
-    """Raise `ConfigError` unless all of `given` are checkpoints of episodes as in `config`, or none is one."""
-    episodes, own = {str(path): has_episodes(path) for path in given.values()}, config.episode
-    for path in given.values():
+def check_episodes(config: Config, files: Mapping[str, Path]) -> None:
+    """Raise `ConfigError` unless all of `files` are checkpoints of episodes as in `config`, or none is one."""
+    episodes, own = {str(path): has_episodes(path) for path in files.values()}, config.episode
+    for path in files.values():
         *above, role, _, _ = ("", *path.absolute().parts)
         if above[-1:] == ["roles"] and own.is_text(role):
             raise ConfigError(
@@ -141,7 +141,7 @@ def check_episodes(config: Config, given: Mapping[str, Path]) -> None:
         raise ConfigError(
             f"lora={other}: it has no episodes, which {first} has; evaluate them one by one, or {first}/lora beside it"
         )
-    for path in given.values():
+    for path in files.values():
         for role in own.roles:
             if not (path / "roles" / role / "lora" / WEIGHTS).is_file():
                 raise ConfigError(
@@ -151,18 +151,18 @@ def check_episodes(config: Config, given: Mapping[str, Path]) -> None:
         load_checkpoint(path)  # verifies its files
 
 
-def roles_alone(config: Config, given: str) -> tuple[str, ...]:
+def roles_alone(config: Config, text: str) -> tuple[str, ...]:
     """Return the roles whose LoRAs are also evaluated alone, by the key `roles`. Raises `ConfigError`."""
     own = config.episode
-    if given == "all":
+    if text == "all":
         trained = tuple(role for role in own.all_roles if own.trains(role))
         return trained if len(trained) > 1 else ()  # that of a single one is the checkpoint's
-    if given == "none":
+    if text == "none":
         return ()
-    roles = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
+    roles = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if unknown := [name for name in roles if name not in own.all_roles]:
         raise ConfigError(
-            f"roles={given}: there is no role {unknown[0]!r}; use {', '.join(own.all_roles)}, or all or none"
+            f"roles={text}: there is no role {unknown[0]!r}; use {', '.join(own.all_roles)}, or all or none"
         )
     return roles
 

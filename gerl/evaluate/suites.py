@@ -243,8 +243,8 @@ def load(name: str) -> Suite:
         ) from None
 
 
-def pin(name: str, model: str, prompts: str | None, protocol: str | None, given: Sequence[str]) -> PinnedSuite:
-    """Pin the suite `name` for `model`; `prompts`: the user's copy of its prompts, `given`: other keys of the user.
+def pin(name: str, model: str, prompts: str | None, protocol: str | None, settings: Sequence[str]) -> PinnedSuite:
+    """Pin the suite `name` for `model`; `prompts`: the user's copy of its prompts, `settings`: other keys of the user.
 
     Raises `ConfigError` if there is no such suite or protocol, or no usable scorer; `DataError` if its prompts are
     missing, or their digest differs.
@@ -259,7 +259,7 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
     fits = [key for key, entry in suite.protocols.items() if any(fnmatch(model.lower(), m) for m in entry.models)]
     chosen = protocol if protocol is not None else next(iter(fits), None)
     keys = {} if chosen is None else suite.protocols[chosen].keys
-    overrides_given = "\n".join(given)
+    overrides_given = "\n".join(settings)
     absent = {s: kwarg for s, kwarg in suite.needs.items() if f"reward.scorers.{s}." not in overrides_given}
     scorers = {scorer: entry for scorer, entry in suite.scorers.items() if scorer not in absent}
     if suite.measured <= set(absent):
@@ -278,17 +278,17 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
     return PinnedSuite(name, suite, chosen, protocol is not None and protocol not in fits, file, overrides, left_out)
 
 
-def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
+def _prompt_file(name: str, suite: Suite, file: str | None) -> Path:
     wanted = suite.prompts
     assert wanted is not None  # `pin` refuses suites without
     where = f"{wanted.file} of {wanted.source}"
     beside = Path(name).expanduser().parent / wanted.file
-    if given is None and not (name.endswith((".yaml", ".yml")) and beside.is_file()):
+    if file is None and not (name.endswith((".yaml", ".yml")) and beside.is_file()):
         raise DataError(
             f"suite={name}: its prompts do not ship with gerl; download {where} and give suite_prompts=FILE "
             f"(licence: {wanted.licence})"
         )
-    path = beside if given is None else Path(given).expanduser()
+    path = beside if file is None else Path(file).expanduser()
     try:
         digest = wanted.digest_of(path.read_bytes())
     except OSError as error:

@@ -191,7 +191,7 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
     if run.first is None:
         return {"rows": []}
     train, held_out = get(run.config, "data", "train"), get(run.config, "validation", "data")
-    paths = [{source.path for source in _sources(given)} for given in (train, held_out)]
+    paths = [{source.path for source in _sources(entry)} for entry in (train, held_out)]
     entries: dict[str, Any] = {
         "rows": [],
         "count": len(run.first.first_rows),
@@ -217,16 +217,16 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
     return entries | {"counts": BeforeAfter(run.first, run.last).counts}
 
 
-def _sources(given: Any) -> list[Source]:
+def _sources(entries: Any) -> list[Source]:
     """Return the sources in `data.train` or `validation.data`; empty if the value is invalid."""
     try:
-        return [] if given is None else list(sources(given, "data.train"))
+        return [] if entries is None else list(sources(entries, "data.train"))
     except ConfigError:  # written by another version of gerl
         return []
 
 
-def _prompts(given: Any) -> str:
-    parts = [s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in _sources(given)]
+def _prompts(entries: Any) -> str:
+    parts = [s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in _sources(entries)]
     return _cell(", ".join(parts)) or "unknown prompts"
 
 
@@ -242,8 +242,8 @@ def model_card(
     """Render the README.md of the repository, with its header."""
     name = repository.rpartition("/")[2]
     names = ("width", "height", "num_inference_steps", "guidance_scale")
-    given, validation = get(run.config, "sampling") or {}, get(run.config, "validation") or {}
-    sampling = {name: given.get(name) for name in names}
+    settings, validation = get(run.config, "sampling") or {}, get(run.config, "validation") or {}
+    sampling = {name: settings.get(name) for name in names}
     values: dict[str, Any] = {
         "title": name,
         "base": base,

@@ -272,9 +272,9 @@ def other_role(settings: Mapping[str, Any], role: str) -> str | None:
 
 def model_of_role(settings: Mapping[str, Any], role: str, is_text: bool) -> dict[str, Any]:
     """Return the `model` block of a role: its own keys override those of the run, or the defaults for a rewriter."""
-    given = settings["episode"]["roles"][role]
-    own = {str(k).removeprefix("model."): v for k, v in given.items() if str(k).startswith("model.")}
-    return {**(asdict(ModelConfig()) if is_text else settings["model"]), **(given.get("model") or {}), **own}
+    role_settings = settings["episode"]["roles"][role]
+    own = {str(k).removeprefix("model."): v for k, v in role_settings.items() if str(k).startswith("model.")}
+    return {**(asdict(ModelConfig()) if is_text else settings["model"]), **(role_settings.get("model") or {}), **own}
 
 
 def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:

@@ -97,9 +97,9 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
         check_files(folder)
         index = diffusers.DiffusionPipeline.load_config(str(folder))
         own_code(base.path, folder, index)
-        given = {DTYPE: stored_dtypes(folder), **left_out(index)}
+        arguments = {DTYPE: stored_dtypes(folder), **left_out(index)}
         with weights_checked(), code_refused():
-            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **given)
+            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **arguments)
     if base.merged is not None:
         merge_start(ModelConfig(path=base.path, lora=base.merged, merge_lora=True), pipe, find_denoisers(pipe))
     for name, lora in loras.items():

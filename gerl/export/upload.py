@@ -77,19 +77,19 @@ def upload(folder: Path, repository: str, private: bool, message: str) -> str:
 
 
 def _explain(repository: str, error: Exception) -> str:
-    hub, given = constants.ENDPOINT, f"push={repository}"
+    hub, setting = constants.ENDPOINT, f"push={repository}"
     if isinstance(error, LocalTokenNotFoundError):
-        return f"{given}: not logged in at {hub}: run 'hf auth login', or remove push and give out=FOLDER"
+        return f"{setting}: not logged in at {hub}: run 'hf auth login', or remove push and give out=FOLDER"
     if isinstance(error, OfflineModeIsEnabled):
-        return f"{given}: HF_HUB_OFFLINE is set: unset it, or remove push and give out=FOLDER"
+        return f"{setting}: HF_HUB_OFFLINE is set: unset it, or remove push and give out=FOLDER"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status == 401:
-        return f"{given}: {hub} rejects the token of this machine: run 'hf auth login' again"
+        return f"{setting}: {hub} rejects the token of this machine: run 'hf auth login' again"
     if status == 403:
-        return f"{given}: {hub} denies write access there: correct the owner, or log in with a token that has it"
+        return f"{setting}: {hub} denies write access there: correct the owner, or log in with a token that has it"
     if isinstance(error, UNREACHED):
         return (
-            f"{given}: {hub} cannot be reached ({reason(error):.200}): connect this machine to it, or remove push "
+            f"{setting}: {hub} cannot be reached ({reason(error):.200}): connect this machine to it, or remove push "
             "and give out=FOLDER, which 'hf upload' can upload later"
         )
-    return f"{given}: {hub} rejects the upload ({reason(error):.300}): correct the problem, or try again"
+    return f"{setting}: {hub} rejects the upload ({reason(error):.300}): correct the problem, or try again"

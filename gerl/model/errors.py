@@ -42,11 +42,11 @@ class MemoryFull(ModelError):
     """Device out of memory."""
 
 
-def raise_refusal(error: Exception, pipe: DiffusionPipeline, given: Mapping[str, object]) -> None:
-    """Raise `CallRefused` if `pipe` itself raised `error`; `given`: the call's arguments by configuration key."""
+def raise_refusal(error: Exception, pipe: DiffusionPipeline, values: Mapping[str, object]) -> None:
+    """Raise `CallRefused` if `pipe` itself raised `error`; `values`: the call's arguments by configuration key."""
     if isinstance(error, GerlError) or is_full(error) or _is_of_compiler(error) or not _is_of_pipeline(error, pipe):
         return
-    texts = {name: repr(value) for name, value in given.items()}
+    texts = {name: repr(value) for name, value in values.items()}
     arguments = ", ".join(f"{name}={t if len(t) <= 60 else t[:57] + '...'}" for name, t in texts.items())
     raise CallRefused(
         f"{type(pipe).__name__} fails with these arguments ({type(error).__name__}: {_words(error)}): correct the one "

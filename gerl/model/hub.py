@@ -49,8 +49,8 @@ def cache_bytes() -> int:
 
 def model_folder(path: str, parts: Parts = NO_PARTS) -> Path:
     """Return the folder of the pipeline `path` with `parts`, fetched if it is on the Hub. Raises `ModelError`."""
-    given = resolve(path)
-    folder = Path(given if Path(given).is_dir() else fetch(given, parts))
+    source = resolve(path)
+    folder = Path(source if Path(source).is_dir() else fetch(source, parts))
     if parts:
         check_names(parts, read_json(folder / INDEX))
     return arranged(folder, {name: None if part is None else part_folder(name, part) for name, part in parts.items()})
@@ -58,10 +58,10 @@ def model_folder(path: str, parts: Parts = NO_PARTS) -> Path:
 
 def part_folder(name: str, source: str) -> Path:
     """Return the folder of the component `name` in `source`, folder or Hub id of it or of a pipeline that has it."""
-    given, folder = f"model.parts.{name}={source!r}", Path(source).expanduser()
+    setting, folder = f"model.parts.{name}={source!r}", Path(source).expanduser()
     if not folder.exists():
         if not HUB_ID.fullmatch(source):
-            raise ModelError(f"{given}: there is no folder {folder.absolute()}; correct the path, or give a Hub id")
+            raise ModelError(f"{setting}: there is no folder {folder.absolute()}; correct the path, or give a Hub id")
         unreached = request_error(source)
         with _readable(source, unreached, f"model.parts.{name}"), waiting(f"fetching {source}", Downloads()):
             infos = [] if unreached else model_info(source, timeout=PATIENCE).siblings or []
@@ -73,7 +73,7 @@ def part_folder(name: str, source: str) -> Path:
     part = folder / name if (folder / INDEX).is_file() else folder
     if not part.is_dir():
         raise ModelError(
-            f"{given} is not a folder with a {name}: give one that pipe.{name}.save_pretrained has written"
+            f"{setting} is not a folder with a {name}: give one that pipe.{name}.save_pretrained has written"
         )
     return part.absolute()
 

@@ -103,9 +103,9 @@ def encoded(pipe: DiffusionPipeline, image: np.ndarray, dimensions: int, generat
 
 def _size(pipe: DiffusionPipeline, call: Mapping[str, object], inverse: Inverse) -> tuple[int, int]:
     """Return height and width in pixels of the images of a call."""
-    given = call.get("height"), call.get("width")
-    if isinstance(given[0], int) and isinstance(given[1], int):
-        return given[0], given[1]
+    size = call.get("height"), call.get("width")
+    if isinstance(size[0], int) and isinstance(size[1], int):
+        return size[0], size[1]
     grey = np.full((PROBED, PROBED, 3), 128, np.uint8)
     z = encoded(pipe, grey, len(inverse.shape), torch.Generator().manual_seed(0))
     height, width = (PROBED // z.shape[d] * inverse.shape[d] for d in (-2, -1))

@@ -98,10 +98,10 @@ def read_pipeline(
             known = skeletons(folder)
             names = DENOISERS if known is None else denoisers_among(known)
             dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
-        given = {**left_out(index), **models, **dict.fromkeys(encoders), "quantization_config": quantised}
+        arguments = {**left_out(index), **models, **dict.fromkeys(encoders), "quantization_config": quantised}
         trust = {"trust_remote_code": True} if code and has("diffusers", "0.38") else {}
         with weights_checked(), contextlib.nullcontext() if code else code_refused():
-            pipe = kind.from_pretrained(folder, **trust, **{DTYPE: dtypes}, **given)
+            pipe = kind.from_pretrained(folder, **trust, **{DTYPE: dtypes}, **arguments)
     for name, encoder in encoders.items():
         setattr(pipe, name, encoder)
     return pipe
@@ -122,13 +122,13 @@ def _loading(path: str) -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             raise ModelError(refusal_of_code(path)) from None
-        given = f"model.path={path!r} cannot be loaded as a diffusers pipeline"
+        problem = f"model.path={path!r} cannot be loaded as a diffusers pipeline"
         if lacking := re.fullmatch(r"module (diffusers|transformers) has no attribute (\w+)", str(error)):
             package, name = lacking.groups()
             raise ModelError(
-                f"{given}: {package} {version(package)} has no {name}, newer versions may: pip install -U {package}"
+                f"{problem}: {package} {version(package)} has no {name}, newer versions may: pip install -U {package}"
             ) from error
-        raise ModelError(f"{given}: {first_line(error)}") from error
+        raise ModelError(f"{problem}: {first_line(error)}") from error
 
 
 def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1) -> None:

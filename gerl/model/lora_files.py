@@ -679,8 +679,8 @@ def _squared_norm(tensors: Tensors, pattern: Mapping[str, float]) -> float:
     for layer, pair in pairs.items():
         if set(pair) != {"A", "B"} or len(pair["A"]) != pair["B"].shape[1]:
             raise ModelError(f"{layer} has only one of its two matrices, or two of different ranks")
-        given = [alpha for name, alpha in pattern.items() if re.search(name, layer.partition(".")[2])]
-        scale = (given[0] if given else alphas.get(layer, len(pair["A"]))) / len(pair["A"])
+        matching = [alpha for name, alpha in pattern.items() if re.search(name, layer.partition(".")[2])]
+        scale = (matching[0] if matching else alphas.get(layer, len(pair["A"]))) / len(pair["A"])
         a, b = pair["A"] @ pair["A"].T, pair["B"].T @ pair["B"]
         total += scale**2 * float((a * b.T).sum())
     return total

@@ -71,19 +71,19 @@ def size_multiple(folder: Path) -> int | None:
 
 def local_lora(source: str) -> Path | None:
     """Return the file or folder of `model.lora`; None for a Hub id. Raises `ModelError` if it can be neither."""
-    path, given = Path(source).expanduser(), f"model.lora={source!r}"
+    path, setting = Path(source).expanduser(), f"model.lora={source!r}"
     if path.exists():
         if (path / INDEX).is_file():
-            raise ModelError(f"{given} is a pipeline, not a LoRA: use it as model.path")
+            raise ModelError(f"{setting} is a pipeline, not a LoRA: use it as model.path")
         if (path / "checkpoints").is_dir():
-            raise ModelError(f"{given} is a run: use one of its checkpoints, {source}/checkpoints/step_N")
+            raise ModelError(f"{setting} is a run: use one of its checkpoints, {source}/checkpoints/step_N")
         return path
     if address := ADDRESS.match(source):
         remedy = f"the Hub id, model.lora={address[1]}" if address[1] else "a Hub id such as owner/name, or a file"
-        raise ModelError(f"{given} is a web address: use {remedy}")
+        raise ModelError(f"{setting} is a web address: use {remedy}")
     if source.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", source):
         raise ModelError(
-            f"{given}: there is no file or folder {path.absolute()}; correct the path, or give a Hub id such as "
+            f"{setting}: there is no file or folder {path.absolute()}; correct the path, or give a Hub id such as "
             "'owner/name' or 'owner/name/FILE.safetensors'"
         )
     return None

@@ -332,10 +332,10 @@ def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
     It must exist, run on `device` with `dtype`, match torch's attention, and provide a gradient: inference kernels
     (sage) have none, which would go unnoticed in a denoiser, since the gradient also flows around its attention.
     """
-    given = f"model.attention={name}"
+    setting = f"model.attention={name}"
     known = [backend.value for backend in AttentionBackendName]
     if name not in known:
-        raise ConfigError(f"{given}: diffusers has no such attention backend, only {', '.join(known)}")
+        raise ConfigError(f"{setting}: diffusers has no such attention backend, only {', '.join(known)}")
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(1, 128, 2, 64, generator=generator).to(device, dtype) for _ in range(4)]
 
@@ -349,10 +349,10 @@ def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
         outputs, expected = computed(name), computed("native")
     except (RuntimeError, ValueError, TypeError, ImportError, AttributeError, OSError) as error:
         raise ConfigError(
-            f"{given} does not work here, or has no gradient ({first_line(error)}): use another, or null for torch's"
+            f"{setting} does not work here, or has no gradient ({first_line(error)}): use another, or null for torch's"
         ) from None
     if any((a - b).float().norm() > CLOSE * b.float().norm() for a, b in zip(outputs, expected, strict=True)):
-        raise ConfigError(f"{given} differs numerically from torch's own attention: use another, or null")
+        raise ConfigError(f"{setting} differs numerically from torch's own attention: use another, or null")
 
 
 def set_attention(denoisers: Mapping[str, ModelMixin], name: str) -> None:

@@ -373,14 +373,14 @@ def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
             raise ModelError(f"{folder} is a {name}, which {type(pipe).__name__} does not have")
         try:
             with weights_checked():
-                given = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
+                stored = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{folder} cannot be loaded as {type(model).__name__}: {reason(error)}") from None
         own = model.state_dict()
-        fits = own.keys() == given.keys() and all(own[key].shape == value.shape for key, value in given.items())
+        fits = own.keys() == stored.keys() and all(own[key].shape == value.shape for key, value in stored.items())
         if not fits:
             raise ModelError(f"{folder} has weights of another model than {name} of the pipeline: use matching ones")
-        differing += [(own[key], value) for key, value in given.items() if not torch.equal(own[key].cpu(), value)]
+        differing += [(own[key], value) for key, value in stored.items() if not torch.equal(own[key].cpu(), value)]
     return differing
 
 

@@ -50,13 +50,13 @@ def pipeline_call(
     pipe: DiffusionPipeline, sampling: SamplingConfig, prompts: list[str], **overrides: object
 ) -> dict[str, object]:
     """Return the pipeline's keyword arguments for `prompts`. Raises `ModelError` for an argument it does not accept."""
-    given = _arguments(sampling, **overrides)
+    arguments = _arguments(sampling, **overrides)
     _check_prompt(pipe)
-    _check_names(type(pipe), given)
-    for name in given:  # not every pipeline repeats a single text for all prompts
-        if "prompt" in name and isinstance(given[name], str):
-            given[name] = [given[name]] * len(prompts)
-    return {"prompt": prompts, "output_type": "np", **given}
+    _check_names(type(pipe), arguments)
+    for name in arguments:  # not every pipeline repeats a single text for all prompts
+        if "prompt" in name and isinstance(arguments[name], str):
+            arguments[name] = [arguments[name]] * len(prompts)
+    return {"prompt": prompts, "output_type": "np", **arguments}
 
 
 def check_arguments(kind: type, sampling: SamplingConfig, **overrides: object) -> None:
@@ -112,9 +112,11 @@ def unguided(kind: type, sampling: SamplingConfig) -> str | None:
     scale = sampling.call.get(name, parameters[name].default)
     if not isinstance(scale, int | float) or scale <= 1:
         return None
-    given = f"sampling.call.{name}={scale:g}" if name in sampling.call else f"the {name} of {kind.__name__}, {scale:g},"
+    setting = (
+        f"sampling.call.{name}={scale:g}" if name in sampling.call else f"the {name} of {kind.__name__}, {scale:g},"
+    )
     return (
-        f"{given} has no effect without a negative prompt, so images are sampled without guidance: add "
+        f"{setting} has no effect without a negative prompt, so images are sampled without guidance: add "
         f"sampling.call.negative_prompt=' ' for guidance, or sampling.call.{name}=1"
     )
 

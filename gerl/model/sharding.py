@@ -318,10 +318,10 @@ HEADS = ("num_attention_heads", "num_key_value_heads")  # suffixes of the config
 
 def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin], ranks: int) -> None:
     """Raise `ModelError` if `ranks` cannot split the tokens of a denoiser; `components`: all names."""
-    given = f"cluster.context={ranks}"
-    require("diffusers", "0.36", given)
+    setting = f"cluster.context={ranks}"
+    require("diffusers", "0.36", setting)
     if controlnet := next((name for name in components if "controlnet" in name), None):
-        raise ModelError(f"{given}: the output of {controlnet} is not split among ranks; use cluster.context=1")
+        raise ModelError(f"{setting}: the output of {controlnet} is not split among ranks; use cluster.context=1")
     for name, denoiser in denoisers.items():
         kind, plan = f"{type(denoiser).__name__} ({name})", getattr(denoiser, "_cp_plan", None)
         lists = {n for n, module in denoiser.named_children() if isinstance(module, torch.nn.ModuleList)}
@@ -339,7 +339,7 @@ def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin]
             remedy = "use a number that does, or 1"
         else:
             continue
-        raise ModelError(f"{given}: {why}; {remedy}")
+        raise ModelError(f"{setting}: {why}; {remedy}")
 
 
 def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> None:

@@ -52,16 +52,16 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
 
 def _check_keys(config: ModelConfig, layers: Layers, targets: Sequence[str]) -> None:
     """Raise `ModelError` if the trained LoRA cannot represent these layers."""
-    given, instead = f"model.lora={config.lora!r}", "or train a new one on top of it with model.merge_lora=true"
+    setting, instead = f"model.lora={config.lora!r}", "or train a new one on top of it with model.merge_lora=true"
     rank = max(halves.rank for halves in layers.values())
     if rank > config.lora_rank:
         raise ModelError(
-            f"{given} has rank {rank}, which does not fit in a LoRA of model.lora_rank={config.lora_rank}: use "
+            f"{setting} has rank {rank}, which does not fit in a LoRA of model.lora_rank={config.lora_rank}: use "
             f"model.lora_rank={rank}, {instead}"
         )
     if outside := [layer for layer in layers if layer not in set(targets)]:
         raise ModelError(
-            f"{given} has weights for {outside[0]}, which is not among the layers that "
+            f"{setting} has weights for {outside[0]}, which is not among the layers that "
             f"model.lora_targets={config.lora_targets or 'null'} trains: use an expression that matches its layers "
             f"too, {instead}"
         )

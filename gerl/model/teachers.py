@@ -41,10 +41,10 @@ def read_teachers(teachers: Sequence[Teacher], denoisers: Denoisers) -> dict[str
     return loras
 
 
-def in_teachers(text: str, given: str) -> str:
-    """Reword a sentence about a key of `model` as one about an entry of `algorithm.teachers`, with `given` in it."""
+def in_teachers(text: str, entry: str) -> str:
+    """Reword a sentence about a key of `model` as one about an entry of `algorithm.teachers`, with `entry` in it."""
     text = re.sub(r"\bmodel\.(lora|path)\b(?!_)", r"\1", text)
-    return f"{NAME}: {text if text.startswith(given) else f'{given}: {text}'}"
+    return f"{NAME}: {text if text.startswith(entry) else f'{entry}: {text}'}"
 
 
 def attach_teachers(

@@ -159,8 +159,8 @@ def update(worker: PolicyWorker, task: RolloutTask, credit: torch.Tensor, pairs:
     algorithm = worker.config.algorithm
     if algorithm.subtracts_kl and algorithm.kl_coef > 0:
         kl_to_base(worker, task.id)
-    given = {task.id: credit}
-    return worker.accumulate(given, pairs, worker.pool(given) if worker.algorithm.pools else None)
+    by_task = {task.id: credit}
+    return worker.accumulate(by_task, pairs, worker.pool(by_task) if worker.algorithm.pools else None)
 
 
 def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Run:

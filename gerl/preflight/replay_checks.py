@@ -37,9 +37,9 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
                 with torch.random.fork_rng():  # for random numbers sampled without a generator
                     torch.manual_seed(0)
                     if stock:
-                        given = generators[0] if form.text else generators
-                        with noise_from(pipe.scheduler, given):
-                            output = pipe(**call, generator=given)
+                        generator = generators[0] if form.text else generators
+                        with noise_from(pipe.scheduler, generator):
+                            output = pipe(**call, generator=generator)
                     else:
                         output, _ = record(pipe, call, kernel, noise, generators=generators, probe=False)
                 images.append(find_images(output).astype(np.float64))

@@ -233,10 +233,10 @@ def measure(run: Run, number: int) -> BatchGradients:
     logger.info("batch %d: %d images, mean reward %.3f", number, len(credit), step.metrics["reward/mean"])
     parts = credit.split([len(task.samples) for task in tasks])
     pairs = count_pairs(zip(tasks, parts, strict=True))
-    given = {task.id: part for task, part in zip(tasks, parts, strict=True)}
-    groups = fleet.lockstep_groups(given)
+    by_task = {task.id: part for task, part in zip(tasks, parts, strict=True)}
+    groups = fleet.lockstep_groups(by_task)
     sums: Gradients = {}
-    for gradients in fleet.trainers.run(step_gradients, given, pairs, fleet.pool(given, groups), groups):
+    for gradients in fleet.trainers.run(step_gradients, by_task, pairs, fleet.pool(by_task, groups), groups):
         sums |= {k: sums[k] + new if k in sums else new for k, new in gradients.items()}
     facts = {known.step: known for each in fleet.trainers.run(step_facts) for known in each}
     fleet.discard()

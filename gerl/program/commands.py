@@ -93,8 +93,8 @@ OTHER_WORDS = {"sizing": "use gerl preflight hardware=NAME", "sweep": "use gerl 
 
 def _refuse(name: str, arguments: Sequence[str]) -> None:
     if "=" in name or name.startswith("-"):
-        given = " ".join([name, *arguments])
-        raise ConfigError(f"{name}: a command must come first, such as gerl train {given}; gerl --help lists all")
+        line = " ".join([name, *arguments])
+        raise ConfigError(f"{name}: a command must come first, such as gerl train {line}; gerl --help lists all")
     near = get_close_matches(name.lower(), COMMANDS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
     hint = OTHER_WORDS.get(name.lower(), hint)

@@ -45,32 +45,32 @@ def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
 def read_prompts(
     config: Config,
     key: str,
-    given: object,
+    entries: object,
     most: int | None = None,
     arrange: Callable[[list[Prompt]], list[Prompt]] = list,
 ) -> list[Prompt]:
     """Read at most `most` prompts of `given`, the value of `key`, as `arrange` orders them, and check the scorers."""
-    prompts = load_split(config, key, given)
+    prompts = load_split(config, key, entries)
     if key == "data.train":
         check_mixture(config, prompts[:most])
         if rows_have_images(config.data, key):
             try:
                 check_groups(prompts, config.rollout.n, config.algorithm.needs.single_images, config.algorithm.name)
             except DataError as error:
-                raise DataError(f"{key}={source_names(given)}: {error}") from None
+                raise DataError(f"{key}={source_names(entries)}: {error}") from None
     try:
-        prompts = limit_prompts(arrange(prompts), most, config.data.train if given == HELD_OUT else given)
+        prompts = limit_prompts(arrange(prompts), most, config.data.train if entries == HELD_OUT else entries)
         scorers = active_scorers(config.reward.scorers, PARTS[key]) if key in PARTS else config.reward.scorers
         check_reward(replace(config.reward, scorers=scorers), prompts)
     except DataError as error:
-        raise DataError(f"{key}={source_names(given)}: {error}") from None
+        raise DataError(f"{key}={source_names(entries)}: {error}") from None
     return contrasted(prompts) if config.needs_base else prompts
 
 
 def read_regularising(config: Config) -> list[Prompt]:
     """Read the images of `data.regularise`, each with its prompt; raises `DataError`."""
-    given, key = config.data.regularise, "data.regularise"
-    if given is None:
+    entries, key = config.data.regularise, "data.regularise"
+    if entries is None:
         if config.algorithm.data_coef:
             raise ConfigError(
                 f"algorithm.data_coef={config.algorithm.data_coef:g}: there are no images to imitate; set "
@@ -78,10 +78,10 @@ def read_regularising(config: Config) -> list[Prompt]:
             )
         return []
     try:
-        return images_to_imitate(load(given, config.data, key))
+        return images_to_imitate(load(entries, config.data, key))
     except DataError as error:
         text = str(error)
-        raise DataError(text if text.startswith(key) else f"{key}={source_names(given)}: {text}") from None
+        raise DataError(text if text.startswith(key) else f"{key}={source_names(entries)}: {text}") from None
 
 
 def check_held_out_metrics(config: Config, held_out: Sequence[Prompt], columns: Collection[str] = ()) -> None:

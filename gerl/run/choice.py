@@ -152,9 +152,9 @@ def prune(root: Path, keep: int) -> None:
 def criterion_of(checkpoint: Checkpoint) -> Criterion:
     """Return `checkpoint.best` of the run that wrote a checkpoint."""
     settings = checkpoint.state.get("settings")
-    given = flat_settings(settings).get("checkpoint.best") if isinstance(settings, dict) else None
+    setting = flat_settings(settings).get("checkpoint.best") if isinstance(settings, dict) else None
     try:
-        return Criterion.parse(given) if isinstance(given, str) else BY_REWARD
+        return Criterion.parse(setting) if isinstance(setting, str) else BY_REWARD
     except ConfigError:
         return BY_REWARD
 

@@ -86,8 +86,8 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
         return []
     scorer = dataclasses.asdict(ScorerConfig())
     defaults["reward"]["scorers"] = {each: scorer for each in get(config, "reward", "scorers") or {}}
-    given = {key: value for key, value in config.items() if key not in ("experiment", "preset")}
-    usual, own = _flat(defaults), _flat(redacted(given))
+    settings = {key: value for key, value in config.items() if key not in ("experiment", "preset")}
+    usual, own = _flat(defaults), _flat(redacted(settings))
     changed = [
         (key, shown_setting(value), shown_setting(usual[key]) if key in usual else "-")
         for key, value in own.items()

@@ -52,16 +52,23 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
         for name in models_in(lora)
     ]
     loads = [line.replace("FOLDER", repr(str(lora))) for line in whole or drawing.lora_lines or [LOAD]]
-    given = {}
+    arguments = {}
     for name, value in (drawing.given[0] if drawing.given else {}).items():
         parts = [f"load_image({part!r})" for part in ([value] if isinstance(value, str) else value)]
-        given[name] = parts[0] if isinstance(value, str) else f"[{', '.join(parts)}]"
+        arguments[name] = parts[0] if isinstance(value, str) else f"[{', '.join(parts)}]"
     call = {name: value for name, value in call_of(config).items() if value is not None}
     prompt = call.pop("prompt", "a prompt" if validation is None else validation.prompts[validation.shown[0]])
     components = [line.replace("DTYPE", dtype) for line in drawing.components]
     libraries = [name for name in ("diffusers", "transformers") if any(f"={name}." in line for line in components)]
     own = any(line.startswith("load_lora(") for line in loads)
-    shown = {"base": base_path(config), "dtype": dtype, "loads": loads, "given": given, "call": call, "prompt": prompt}
+    shown = {
+        "base": base_path(config),
+        "dtype": dtype,
+        "loads": loads,
+        "given": arguments,
+        "call": call,
+        "prompt": prompt,
+    }
     shown |= {"components": components, "libraries": libraries, "own_loader": own, "key": DTYPE}
     return render("program.py.j2", drawing=drawing, **shown)
 

@@ -12,12 +12,12 @@ from gerl.commandline.command import run_command
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m gerl.trainer.main_flowgrpo") -> int:
     """Run the command line; returns the exit code, see `run_command`. `program`: the command as typed, for messages."""
-    given = sys.argv[1:] if argv is None else argv
+    arguments = sys.argv[1:] if argv is None else argv
 
     def help_page() -> str:
         from gerl.commandline.help import help_text
 
-        return help_text(program, given)
+        return help_text(program, arguments)
 
     return run_command(argv, help_page, train)
 

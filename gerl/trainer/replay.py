@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 
 def run(request: Request, overrides: Sequence[str] = ()) -> "Comparison":
     """Replay, log the comparison and write it to `out`; raises `TrainingError` if a number differs too much."""
-    given, out = read_tolerance(request.tolerance), checked_out(request.out)
+    tolerance, out = read_tolerance(request.tolerance), checked_out(request.out)
     check_file(request.dump)
     with importing():  # these import torch, which takes seconds, and keys come first
         from gerl.commandline.composition import typed_texts
@@ -87,7 +87,7 @@ def run(request: Request, overrides: Sequence[str] = ()) -> "Comparison":
 
     dump = read_dump(request.dump)
     with only_typed(None if request.trust else typed_texts(overrides)), loaded(dump, overrides) as step:
-        comparison = compare(step, step.train(), given)
+        comparison = compare(step, step.train(), tolerance)
     logger.info("%s", comparison.text(dump))
     if out is not None:
         write_file(out, json.dumps(finite(asdict(comparison)), indent=1) + "\n")
@@ -237,9 +237,9 @@ def compare(step: "DumpedStep", replayed: "Replayed", tolerance: float | None = 
     if (recorded := step.recorded_gradient()) is not None and replayed.gradient is not None:
         numbers.append(distance("gradient", recorded, replayed.gradient))
     weights = None if None in (record.weights, replayed.weights) else record.weights == replayed.weights
-    given = default_tolerance(replayed.environment.dtype) if tolerance is None else tolerance
+    limit = default_tolerance(replayed.environment.dtype) if tolerance is None else tolerance
     differing = replayed.environment.differences(record.environment)
-    return Comparison(record.step, numbers, weights, differing, replayed.processes, given)
+    return Comparison(record.step, numbers, weights, differing, replayed.processes, limit)
 
 
 def place(name: str) -> int:

@@ -307,11 +307,11 @@ def _is_over(checkpoint: Checkpoint, asked: ParsedCommand) -> bool:
     """Whether a run is finished and the command line does not extend it."""
     trainer, metrics = get(checkpoint.state, "settings", "trainer") or {}, checkpoint.state.get("val_metrics") or {}
     values, before = asked.values["trainer"], trainer.get("epochs")
-    given = {key.split(".")[1] for key in asked.given if key.startswith(ENDS)}
-    longer = "steps" in given and isinstance(values["steps"], int) and values["steps"] > checkpoint.step
-    if "epochs" in given and before is not None:
+    ends = {key.split(".")[1] for key in asked.given if key.startswith(ENDS)}
+    longer = "steps" in ends and isinstance(values["steps"], int) and values["steps"] > checkpoint.step
+    if "epochs" in ends and before is not None:
         longer = longer or values["epochs"] is None or values["epochs"] > before
-    if "stop_at" in given and trainer.get("stop_at"):
+    if "stop_at" in ends and trainer.get("stop_at"):
         goal = Goal.parse(values["stop_at"])
         longer = longer or goal is None or not goal.reached(metrics)
     return bool(checkpoint.state.get("finished")) and not longer
@@ -426,10 +426,13 @@ def _is_null(settings: Settings, key: str) -> bool:
 def _check_choices(asked: ParsedCommand, file: Path, experiment: str, preset: str, algorithm: str) -> None:
     """Raise `ConfigError` if `experiment=` or `algorithm=` differs from the run's."""
     chosen = asked.preset if preset else str(asked.values["algorithm"]["name"])
-    for key, given, own in (("experiment", asked.experiment, experiment), ("algorithm", chosen, preset or algorithm)):
-        if key in asked.given and own and given != own:
+    for key, requested, own in (
+        ("experiment", asked.experiment, experiment),
+        ("algorithm", chosen, preset or algorithm),
+    ):
+        if key in asked.given and own and requested != own:
             raise ConfigError(
-                f"{key}={given}: the run was started with {key}={own} ({file}), which cannot change; remove it and "
+                f"{key}={requested}: the run was started with {key}={own} ({file}), which cannot change; remove it and "
                 "give only the keys to change, or start a new run with checkpoint.resume=never"
             )
 
@@ -489,6 +492,6 @@ def _log_kept_values(config: Config, asked: ParsedCommand) -> None:
         if AUTO not in (change.new if isinstance(change.new, list) else [change.new])
     ]:
         names = {"experiment": asked.experiment, "algorithm": asked.preset}
-        given = " ".join(f"{key}={value}" for key, value in names.items() if key in asked.given)
+        requested = " ".join(f"{key}={value}" for key, value in names.items() if key in asked.given)
         said = ", ".join(f"{key} {shown(old)} (not {shown(new)})" for key, old, new in map(astuple, kept))
-        logger.info("kept from the run, although %s has other values: %s", given, said)
+        logger.info("kept from the run, although %s has other values: %s", requested, said)

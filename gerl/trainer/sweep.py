@@ -144,8 +144,8 @@ def _how_to_resume(folder: Path) -> str:
 def _plan(arguments: Sequence[str]) -> Plan:
     arguments = composition.normal(arguments, "hydra.sweep.dir")
     composition.check_arguments(arguments)
-    given = {composition.key_of(argument): argument.partition("=")[2] for argument in arguments}
-    _check(given)
+    values = {composition.key_of(argument): argument.partition("=")[2] for argument in arguments}
+    _check(values)
     overrides, files = list[str](), dict[str, str]()
     with composition.sentences():
         for argument in arguments:
@@ -155,7 +155,7 @@ def _plan(arguments: Sequence[str]) -> Plan:
         loader = _hydra().config_loader if any("glob(" in override for override in overrides) else None
         parsed = OverridesParser.create(loader).parse_overrides(overrides)
     swept = [override for override in parsed if override.is_sweep_override()]
-    sweeper = given.get("hydra/sweeper", "basic")
+    sweeper = values.get("hydra/sweeper", "basic")
     if not swept:
         raise ConfigError(
             "-m: there is nothing to sweep over; give a key several values, such as trainer.seed=1,2, or remove -m"
@@ -166,15 +166,15 @@ def _plan(arguments: Sequence[str]) -> Plan:
             "an interval needs a sweeper plugin, hydra/sweeper=optuna"
         )
     settings = SETTINGS | (OPTUNA if sweeper == "optuna" else {}) | _names(swept)
-    settings = {key: value for key, value in settings.items() if key not in given}
-    batch = None if sweeper != "basic" or any(key.startswith("hydra.sweeper.") for key in given) else _batch(parsed)
+    settings = {key: value for key, value in settings.items() if key not in values}
+    batch = None if sweeper != "basic" or any(key.startswith("hydra.sweeper.") for key in values) else _batch(parsed)
     same = [o.input_line or "" for o in parsed if o not in swept and not o.is_hydra_override()]
     return Plan(
         overrides=[*overrides, *(f"{key}={value}" for key, value in settings.items()), "hydra.mode=MULTIRUN"],
         files=files,
         fixed=[composition.key_of(override.input_line or "") for override in parsed if override not in swept],
         batch=batch,
-        choices=[] if batch is not None else [[given] for given in same] + [_choices(override) for override in swept],
+        choices=[] if batch is not None else [[values] for values in same] + [_choices(override) for override in swept],
     )
 
 
@@ -220,16 +220,16 @@ def _batch(parsed: Sequence[Override]) -> list[list[str]]:
     return batch
 
 
-def _check(given: Mapping[str, str]) -> None:
+def _check(values: Mapping[str, str]) -> None:
     """Raise `ConfigError` for keys that cannot be swept over."""
-    if "hydra.run.dir" in given:
+    if "hydra.run.dir" in values:
         raise ConfigError(
-            f"hydra.run.dir={given['hydra.run.dir']}: with -m each run has its own folder; set "
+            f"hydra.run.dir={values['hydra.run.dir']}: with -m each run has its own folder; set "
             "hydra.sweep.dir=FOLDER for all of them"
         )
-    if params := next((key for key in given if key.startswith("hydra.sweeper.params")), None):
+    if params := next((key for key in values if key.startswith("hydra.sweeper.params")), None):
         raise ConfigError(f"{params}: set the values on the key itself, such as actor.lr=interval(1e-5,1e-3)")
-    if (resume := given.get("checkpoint.resume", "never")) not in ("auto", "never"):
+    if (resume := values.get("checkpoint.resume", "never")) not in ("auto", "never"):
         raise ConfigError(
             f"checkpoint.resume={resume}: with -m use checkpoint.resume=auto and set the sweep with "
             "hydra.sweep.dir=FOLDER"

@@ -351,9 +351,9 @@ class Search:
         }  # fmt: skip
         resume = {"checkpoint.resume": "auto"} if (place / "checkpoints").exists() else {}
         few = {"validation.max_prompts": 1} if trial.round == 0 else {}
-        given = own | resume | few
-        common = [k for k in self.request.keys if key_of(k) not in given]
-        return [*common, *(f"{name}={value}" for name, value in given.items()), f"hydra.run.dir={quoted(str(place))}"]
+        chosen = own | resume | few
+        common = [k for k in self.request.keys if key_of(k) not in chosen]
+        return [*common, *(f"{name}={value}" for name, value in chosen.items()), f"hydra.run.dir={quoted(str(place))}"]
 
     # --- What is left at the end
 

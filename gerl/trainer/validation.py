@@ -198,10 +198,10 @@ def keep_images(
     """Write a validation with the `pixels` of the images `shown`; returns it without images, and a sheet of them."""
     texts = [sample.prompt.text for sample in scores.samples]
     chosen = [scores.samples[i] for i in shown]
-    given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in chosen]
+    pictures = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in chosen]
     seeds, alone = [sample.seed for sample in chosen], not any(sample.prompt.turn for sample in chosen)
     video, loaded = pixels[0].ndim == 4, (model.scheduler, model.lora_lines, model.components)
-    drawing = SamplingRecord(seeds, given, device, video, *loaded)
+    drawing = SamplingRecord(seeds, pictures, device, video, *loaded)
     stills = [still(image) for image in pixels]
     ids = [sample.prompt.id for sample in scores.samples]
     columns = {name: [finite(float(v)) for v in values] for name, values in _columns(looks, ids).items()}

@@ -43,25 +43,25 @@ def request_error(path: str) -> Exception | None:
 def missing(path: str, error: Exception, unreached: Exception | None, key: str) -> str:
     """Return cause and remedy if the model `path`, the value of `key`, is neither in the cache nor on the Hub."""
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
-    given = f"{key}={path!r}"
+    setting = f"{key}={path!r}"
     first = unreached or error
     chain = list(causes(first))
     if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in chain):
         return (
-            f"{given} does not fit on the disk of the Hub cache {cache}: free up space, or set HF_HOME to a folder "
+            f"{setting} does not fit on the disk of the Hub cache {cache}: free up space, or set HF_HOME to a folder "
             "on a larger disk"
         )
     if any(isinstance(cause, GatedRepoError) for cause in chain):
-        return f"{given} is gated: accept its terms at {hub}/{path}, then log in with 'hf auth login'"
+        return f"{setting} is gated: accept its terms at {hub}/{path}, then log in with 'hf auth login'"
     if any(isinstance(cause, RepositoryNotFoundError) for cause in chain):
-        return f"{given}: {hub} has no such model, or a private one: correct the id, or log in with 'hf auth login'"
+        return f"{setting}: {hub} has no such model, or a private one: correct the id, or log in with 'hf auth login'"
     status = next((cause.response.status_code for cause in chain if isinstance(cause, HfHubHTTPError)), None)
     if status in (401, 403):
         return (
-            f"{given}: {hub} denies access ({status}): log in with 'hf auth login', and accept the terms at "
+            f"{setting}: {hub} denies access ({status}): log in with 'hf auth login', and accept the terms at "
             f"{hub}/{path} if there are any"
         )
-    absent = f"{given} is missing or incomplete in the Hub cache {cache}"
+    absent = f"{setting} is missing or incomplete in the Hub cache {cache}"
     if isinstance(unreached, OfflineModeIsEnabled):
         return f"{absent}, and HF_HUB_OFFLINE is set: unset it, or set {key} to a folder with it"
     if unreached is not None:
@@ -71,15 +71,15 @@ def missing(path: str, error: Exception, unreached: Exception | None, key: str) 
         )
     if any(isinstance(cause, EntryNotFoundError) for cause in chain):
         return (
-            f"{given} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; use a model "
+            f"{setting} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; use a model "
             "in diffusers format"
         )
     if any(isinstance(cause, (*UNREACHED, HfHubHTTPError)) for cause in chain):
         return (
-            f"{given}: the download from {hub} was interrupted ({in_words(error)}): start again, completed files are "
+            f"{setting}: the download from {hub} was interrupted ({in_words(error)}): start again, completed files are "
             "kept"
         )
-    return f"{given} cannot be loaded as a diffusers pipeline: {in_words(error)}"
+    return f"{setting} cannot be loaded as a diffusers pipeline: {in_words(error)}"
 
 
 def in_words(error: Exception) -> str:

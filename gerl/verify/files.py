@@ -52,8 +52,8 @@ def _compare_settings(
     tally: Tally, run: RunRecord, step: int, recorded: dict[str, Any], by: str, hides: bool = False
 ) -> None:
     """`hides`: secrets are left out of the `recorded` settings."""
-    given = run.settings(step)
-    values, known = flat_settings(redacted(given) if hides else given), flat_settings(recorded)
+    settings = run.settings(step)
+    values, known = flat_settings(redacted(settings) if hides else settings), flat_settings(recorded)
     gone = set(unknown_keys(recorded))  # in this version of gerl
     for key, value in known.items():
         if key in values or key not in gone:

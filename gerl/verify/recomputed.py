@@ -138,12 +138,12 @@ def check_guidance(r: Recomputation) -> Check:
     """Sample an image with the guidance of the run and one with more: they must differ if the run has any."""
     pipe, sampling, tally = r.worker.policy.pipe, r.config.sampling, Tally()
     known = inspect.signature(type(pipe).__call__).parameters
-    given = {f"sampling.{name}": getattr(sampling, name) for name in ("guidance_scale",) if name in known}
-    given |= {f"sampling.call.{name}": sampling.call[name] for name in ("true_cfg_scale",) if name in sampling.call}
-    if not given:
+    settings = {f"sampling.{name}": getattr(sampling, name) for name in ("guidance_scale",) if name in known}
+    settings |= {f"sampling.call.{name}": sampling.call[name] for name in ("true_cfg_scale",) if name in sampling.call}
+    if not settings:
         raise NotCheckedError(f"{type(pipe).__name__} has no guidance_scale")
     said = list[str]()
-    for key, value in given.items():
+    for key, value in settings.items():
         name, used = key.rpartition(".")[2], value
         if used is None:
             used = known[name].default if isinstance(known[name].default, int | float) else 1.0

@@ -27,15 +27,15 @@ from gerl.trainer.run_folder import configuration_at, read_configuration
 from gerl.verify.findings import NotCheckedError
 
 
-def located(given: Any, places: Sequence[Path]) -> Any:
+def located(value: Any, places: Sequence[Path]) -> Any:
     """Return a value of `data.train` whose relative files that do not exist are those of the first place with them."""
-    if isinstance(given, list):
-        return [located(part, places) for part in given]
-    if isinstance(given, dict):
-        return given | {"path": located(given.get("path"), places)}
-    if not isinstance(given, str) or Path(given).suffix not in (".txt", *TABLES) or Path(given).exists():
-        return given
-    return next((str(place / given) for place in places if (place / given).is_file()), given)
+    if isinstance(value, list):
+        return [located(part, places) for part in value]
+    if isinstance(value, dict):
+        return value | {"path": located(value.get("path"), places)}
+    if not isinstance(value, str) or Path(value).suffix not in (".txt", *TABLES) or Path(value).exists():
+        return value
+    return next((str(place / value) for place in places if (place / value).is_file()), value)
 
 
 @dataclass
@@ -161,10 +161,10 @@ class RunRecord:
         """Read the prompts as a run does, without its scorers, which may not be here."""
         config = self.newest
         train = key == "data.train"
-        given, most = (config.data.train, None) if train else (config.validation.data, config.validation.max_prompts)
+        entries, most = (config.data.train, None) if train else (config.validation.data, config.validation.max_prompts)
         try:
-            prompts = load_split(config, key, given)
-            prompts = limit_prompts(prompts, most, config.data.train if given == HELD_OUT else given)
+            prompts = load_split(config, key, entries)
+            prompts = limit_prompts(prompts, most, config.data.train if entries == HELD_OUT else entries)
         except DataError as error:
             raise NotCheckedError(str(error)) from None
         return contrasted(prompts) if config.needs_base else prompts

@@ -224,9 +224,9 @@ async def _refuse(refusal: Response, headers: Headers, receive: Receive, send: S
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def is_token(given: str | None, wanted: str | None) -> bool:
+def is_token(token: str | None, wanted: str | None) -> bool:
     """Compare tokens in constant time; False if `wanted` is None."""
-    return hmac.compare_digest((given or "").encode(), (wanted or NOBODY).encode())
+    return hmac.compare_digest((token or "").encode(), (wanted or NOBODY).encode())
 
 
 def admit_page(token: str | None, most: int, request: Request) -> Visit | None:
@@ -255,8 +255,8 @@ def cookie_of(token: str, request: Request) -> dict[str, str]:
 
 def bearer(headers: Headers) -> str | None:
     """Return the bearer token in `Authorization`, if any."""
-    kind, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip() if kind.lower() == "bearer" else None
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else None
 
 
 def refused(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:

@@ -45,13 +45,13 @@ class Folders:
     chosen: str | None = None
 
     @classmethod
-    def of(cls, given: Path) -> "Folders":
+    def of(cls, folder_or_root: Path) -> "Folders":
         """Return the folders of a run and its siblings, or of all runs in a folder; raises `GerlError`."""
-        if not given.is_dir():
+        if not folder_or_root.is_dir():
             raise GerlError(
-                f"run={given}: there is no such folder; give a run folder, or one with runs, such as outputs/"
+                f"run={folder_or_root}: there is no such folder; give a run folder, or one with runs, such as outputs/"
             )
-        folder = given.resolve()
+        folder = folder_or_root.resolve()
         if not is_run(folder):
             return cls(folder)
         beside = folder.parent.parent if folder.parent.parent.name == "outputs" else folder.parent
@@ -240,8 +240,8 @@ def _events(site: Site, request: Request) -> Response:
 
 async def _control(site: Site, request: Request) -> Response:
     try:
-        given = parse_json(await request.body())
-        name, command = str(given["run"]), given["command"]
+        values = parse_json(await request.body())
+        name, command = str(values["run"]), values["command"]
     except (ValueError, KeyError, TypeError, ClientDisconnect):
         return refused(400, "expected a JSON object with run and command")
     if command not in COMMANDS:

@@ -47,10 +47,10 @@ def check_optimizer(config: ActorConfig, device: str) -> None:
     """Raise `ConfigError` if a step of `config.optimizer` does not work on `device`."""
     if config.optimizer == "adamw":
         return
-    given = f"actor.optimizer={config.optimizer}"
+    setting = f"actor.optimizer={config.optimizer}"
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
-            f"{given} needs the package {PACKAGE}: pip install 'gerl[{PACKAGE}]', or use actor.optimizer=adamw"
+            f"{setting} needs the package {PACKAGE}: pip install 'gerl[{PACKAGE}]', or use actor.optimizer=adamw"
         )
     parameters = [torch.nn.Parameter(torch.ones(size, device=device)) for size in (8, 8192)]
     optimizer = build_optimizer(config, parameters)
@@ -60,10 +60,10 @@ def check_optimizer(config: ActorConfig, device: str) -> None:
         optimizer.step()
     except (RuntimeError, NotImplementedError, AttributeError, OSError) as error:
         raise ConfigError(
-            f"{given}: the installed {PACKAGE} does not work on {device} ({first_line(error)}); use adamw"
+            f"{setting}: the installed {PACKAGE} does not work on {device} ({first_line(error)}); use adamw"
         ) from None
     if not all(bool((p < 1).all()) for p in parameters):
-        raise ConfigError(f"{given}: the installed {PACKAGE} has no effect on {device}; use actor.optimizer=adamw")
+        raise ConfigError(f"{setting}: the installed {PACKAGE} has no effect on {device}; use actor.optimizer=adamw")
 
 
 def build_optimizer(config: ActorConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:

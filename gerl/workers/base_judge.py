@@ -114,8 +114,8 @@ class LatentReward:
             return sampled_noise(like, [("judge gradient", policy.version, prompt.id, i) for prompt in prompts])
 
         def errors(texts: list[str]) -> torch.Tensor:
-            given = texts[0] if isinstance(tape.call["prompt"], str) else texts
-            structure = structure_of(policy.pipe, tape.call | {"prompt": given}, len(tape.steps))
+            prompt = texts[0] if isinstance(tape.call["prompt"], str) else texts
+            structure = structure_of(policy.pipe, tape.call | {"prompt": prompt}, len(tape.steps))
             return geometric_mean(differentiable_errors(policy.pipe, structure, latents, noise, judge.draws))
 
         with policy.first(), constant(policy.trained.values() if policy.whole else ()):

@@ -242,15 +242,15 @@ def as_pipeline(pipe: DiffusionPipeline, name: str, role: str) -> DiffusionPipel
     where, kind = f"episode.roles.{role}.pipeline={name}", getattr(diffusers, name, type(pipe))
     if kind.__name__ != name or not issubclass(kind, diffusers.DiffusionPipeline):
         raise ConfigError(f"{where}: diffusers has no such pipeline; give the name of a class")
-    given = {}
+    arguments = {}
     for argument, parameter in inspect.signature(kind.__init__).parameters.items():
         if argument in pipe.components:
-            given[argument] = pipe.components[argument]
+            arguments[argument] = pipe.components[argument]
         elif argument in pipe.config:
-            given[argument] = pipe.config[argument]
+            arguments[argument] = pipe.config[argument]
         elif argument != "self" and parameter.default is parameter.empty:
             raise ConfigError(f"{where}: {type(pipe).__name__} has no {argument}; set model.path for this role")
-    made = kind(**given | {"scheduler": copy.deepcopy(pipe.scheduler)})
+    made = kind(**arguments | {"scheduler": copy.deepcopy(pipe.scheduler)})
     made.set_progress_bar_config(disable=True)
     return made
 

@@ -377,12 +377,12 @@ class Rollout:
             def images(part: Sequence[Sample]) -> np.ndarray:
                 # seeds as in the report, so that plain diffusers samples the same images
                 generators = seeded(part)
-                given = {"generator": generators[0] if form.text else generators}
+                noise = {"generator": generators[0] if form.text else generators}
 
                 def run(call: dict[str, object]) -> np.ndarray:
                     pipe = self.policy.pipe
-                    with noise_from(pipe.scheduler, given["generator"]), finished_latents(pipe) as finished:
-                        pixels = to_uint8(pipe(**call | given))
+                    with noise_from(pipe.scheduler, noise["generator"]), finished_latents(pipe) as finished:
+                        pixels = to_uint8(pipe(**call | noise))
                     self._compare_output(pixels, len(part), self.validation.height, self.validation.width)
                     calls.append(FinishedCall(part, finished.latents, finished.steps, partial(seeded, part), again))
                     return pixels
@@ -447,8 +447,8 @@ class Rollout:
             def read(form: CallFormat) -> list[Reading]:
                 def run(call: dict[str, object]) -> list[Reading]:
                     own = {"generator": torch.Generator().manual_seed(0)}  # does not change the global generator
-                    pipe, given = self.policy.pipe, call | own
-                    return readings(pipe, lambda: pipe(**given), call, list(self.policy.denoisers.values()))
+                    pipe, arguments = self.policy.pipe, call | own
+                    return readings(pipe, lambda: pipe(**arguments), call, list(self.policy.denoisers.values()))
 
                 return self.called(run, [sample], form)
 
@@ -482,15 +482,15 @@ class Rollout:
         count, prompt = len(samples), samples[0].prompt
         if not prompt.metadata and prompt.turn is None:
             return run(call)
-        given = picture_arguments(self.policy.pipe, prompt)
-        each = {name: [picture] * count for name, picture in given.items() if not isinstance(picture, list)}
+        pictures = picture_arguments(self.policy.pipe, prompt)
+        each = {name: [picture] * count for name, picture in pictures.items() if not isinstance(picture, list)}
         if count == 1 or not each or self._picture_each:
-            return run(call | given | (each if count > 1 else {}))
+            return run(call | pictures | (each if count > 1 else {}))
         try:
-            return run(call | given)
+            return run(call | pictures)
         except (ValueError, RuntimeError, IndexError) as error:
             with contextlib.suppress(ValueError, RuntimeError, IndexError):
-                pictured = run(call | given | each)
+                pictured = run(call | pictures | each)
                 self._picture_each = True
                 return pictured
             raise error
@@ -544,15 +544,15 @@ def count_blank(images: Sequence[np.ndarray] | np.ndarray) -> int:
 
 def find_images(output: BaseOutput) -> np.ndarray:
     """Return the array of an output that holds the images, under any name."""
-    given = {name: np.asarray(value) for name, value in output.items() if value is not None}
+    arrays = {name: np.asarray(value) for name, value in output.items() if value is not None}
     for name in ("images", "frames"):
-        if name in given:
-            return given[name]
-    candidates = [value for value in given.values() if value.ndim in (4, 5) and value.shape[-1] in (1, 3, 4)]
+        if name in arrays:
+            return arrays[name]
+    candidates = [value for value in arrays.values() if value.ndim in (4, 5) and value.shape[-1] in (1, 3, 4)]
     if len(candidates) == 1:
         return candidates[0]
-    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in given.items())
-    if any("audio" in name for name in given):
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in arrays.items())
+    if any("audio" in name for name in arrays):
         raise ModelError(
             f"the pipeline returned sound ({shapes}), which gerl cannot score: it trains images and videos"
         )

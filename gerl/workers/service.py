@@ -329,11 +329,11 @@ class ServiceRollout(Rollout):
 
     def _fetch(self, samples: Sequence[Sample], call: dict[str, object]) -> tuple[BaseOutput, Tape]:
         assert self.lora is not None
-        given = {k: v for k, v in call.items() if k not in ("prompt", "output_type", "generator") and v is not None}
-        unsent = [name for name, value in given.items() if not is_plain(value)]
+        values = {k: v for k, v in call.items() if k not in ("prompt", "output_type", "generator") and v is not None}
+        unsent = [name for name, value in values.items() if not is_plain(value)]
         if unsent:
             raise ModelError(f"{KEY}: {', '.join(unsent)} cannot be sent to a service; let the workers sample")
-        images = self.client.images(samples, given, self.lora)
+        images = self.client.images(samples, values, self.lora)
         if len(images) != len(samples):
             raise Refused(f"{self.client.url} answered with {len(images)} images for {len(samples)} prompts")
         names = [f"image {sample.index} of {sample.prompt.text!r:.40}" for sample in samples]

@@ -107,18 +107,18 @@ class DpgScorer(QuestionScorer):
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
         graphs = [self.questions(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
         answers = self.answers(images, prompts, [list(graph.values()) for graph in graphs])
-        given = [dict(zip(graph, replies, strict=True)) for graph, replies in zip(graphs, answers, strict=True)]
+        by_question = [dict(zip(graph, replies, strict=True)) for graph, replies in zip(graphs, answers, strict=True)]
         return {
-            "score": [score(graph, own) for graph, own in zip(graphs, given, strict=True)],
-            "yes": [fmean(own.values()) for own in given],
+            "score": [score(graph, own) for graph, own in zip(graphs, by_question, strict=True)],
+            "yes": [fmean(own.values()) for own in by_question],
         }
 
     def questions(self, prompt: str, metadata: Metadata) -> dict[int, Question]:
         """Return the questions of a row by number; raises `DataError` if they are missing or malformed."""
-        given = metadata.get(self.metadata_key)
+        rows = metadata.get(self.metadata_key)
         questions: dict[int, Question] = {}
         try:
-            for row in given if isinstance(given, list) else []:
+            for row in rows if isinstance(rows, list) else []:
                 text = row[TEXT]
                 if not isinstance(text, str) or not text.strip():
                     raise ValueError
@@ -199,10 +199,10 @@ class GenEval2(QuestionScorer):
 
     def questions(self, prompt: str, metadata: Metadata) -> list[Pair]:
         """Return the questions of a row with their answers; raises `DataError` if they are missing or malformed."""
-        given = metadata.get(self.metadata_key)
-        pairs = [tuple(pair) for pair in given if isinstance(pair, list | tuple)] if isinstance(given, list) else []
+        rows = metadata.get(self.metadata_key)
+        pairs = [tuple(pair) for pair in rows if isinstance(pair, list | tuple)] if isinstance(rows, list) else []
         accepted = [pair for pair in pairs if len(pair) == 2 and all(isinstance(part, str) and part for part in pair)]
-        if not accepted or not isinstance(given, list) or len(accepted) < len(given):
+        if not accepted or not isinstance(rows, list) or len(accepted) < len(rows):
             raise self._no_questions(prompt, metadata, "pairs of a question and its answer")
         for question, answer in accepted:
             words(question, answer)

@@ -214,10 +214,10 @@ class Ballots:
         self.step = max(self.step, ballot.request.step)
 
     def _forget(self, voter: str, name: str) -> list[str]:
-        given = self.last.setdefault(voter, [])
-        if name in given:
-            given.remove(name)
-        return given
+        ballots = self.last.setdefault(voter, [])
+        if name in ballots:
+            ballots.remove(name)
+        return ballots
 
     def _take(self, ballot: Ballot) -> None:
         ballot.taken = True
@@ -325,19 +325,19 @@ class Ballots:
         if ballot is None:
             raise VoteRefused("there is no such group: reload the page")
         try:
-            given = normalised_ranks(ranks, len(ballot.images))
+            normalised = normalised_ranks(ranks, len(ballot.images))
         except RewardError as error:
             raise VoteRefused(str(error)) from None
         if voter in ballot.votes and ballot.votes[voter].used:
             raise VoteRefused(f"step {ballot.request.step} has already been trained with your vote on it")
         self.sign(voter)
         ballot.holder, self.voted = None, self.clock()
-        self._write({"kind": "vote", "group": name, "voter": voter, "ranks": given, "time": time.time()})
+        self._write({"kind": "vote", "group": name, "voter": voter, "ranks": normalised, "time": time.time()})
 
     def last_vote(self, voter: str) -> Ballot | None:
         """Return the group of the voter's last vote, None if missing; it cannot be undone if the group is `taken`."""
-        given = self.last.get(voter)
-        return self.ballots[given[-1]] if given else None
+        votes = self.last.get(voter)
+        return self.ballots[votes[-1]] if votes else None
 
     def undo(self, voter: str) -> None:
         """Undo the last vote of a voter and show them the group again; raises `VoteRefused` if it is too late."""

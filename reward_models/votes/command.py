@@ -130,7 +130,7 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
 
 def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> None:
     """Serve, and train on the votes."""
-    run_dir, steps, given = prepare(overrides)
+    run_dir, steps, arguments = prepare(overrides)
     require("vote", "fastapi", "uvicorn")
     from gerl.web.server import address
     from reward_models.votes.ballots import Ballots, Rules
@@ -145,7 +145,7 @@ def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> No
         kwargs = f"url: '{address(listener, own)}'" + (f", token_env: {TOKEN}" if tokens.run is not None else "")
         scorer = f"reward.scorers={{vote: {{kwargs: {{{kwargs}}}}}}}"
         _say(tokens.links(address(listener, _public(options.host))))
-        train([scorer, *given], tokens.run, ballots.end, server)
+        train([scorer, *arguments], tokens.run, ballots.end, server)
     if (file := ballots.write_preferences()) is not None:
         logger.info("preferences: %s", file)
 
@@ -161,17 +161,17 @@ def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
             "watch it"
         )
     asked = asked_for([EXAMPLE, *overrides])
-    run_dir, given = folder_to_resume(asked), list(overrides)
+    run_dir, arguments = folder_to_resume(asked), list(overrides)
     if run_dir is None:
         run_dir = asked.run_dir
         if "hydra.run.dir" not in asked.given:  # the default has a timestamp: pass it on to the run
-            given.append(f"hydra.run.dir={run_dir}")
+            arguments.append(f"hydra.run.dir={run_dir}")
         config = compose_run([EXAMPLE, *overrides]).config
         if config.rollout.n < 2:
             raise ConfigError("rollout.n=1: people choose among the images of a prompt; use 2 or more, such as 4")
-        return run_dir, config.trainer.steps, given
+        return run_dir, config.trainer.steps, arguments
     settings = read_configuration(run_dir / "config.yaml")[0]
-    return run_dir, compose_changes(settings, [EXAMPLE, *overrides]).trainer.steps, given
+    return run_dir, compose_changes(settings, [EXAMPLE, *overrides]).trainer.steps, arguments
 
 
 def _public(host: str) -> str | None:

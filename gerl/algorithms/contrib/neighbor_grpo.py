@@ -48,9 +48,9 @@ class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         if sampling.kernel != "ode" or sampling.solver != "euler":
-            given = f"kernel={sampling.kernel}" if sampling.kernel != "ode" else f"solver={sampling.solver}"
+            setting = f"kernel={sampling.kernel}" if sampling.kernel != "ode" else f"solver={sampling.solver}"
             raise ConfigError(
-                f"sampling.{given}: {self.name} compares Euler steps without noise, use kernel=ode with solver=euler"
+                f"sampling.{setting}: {self.name} compares Euler steps without noise, use kernel=ode with solver=euler"
             )
         if not sampling.same_init_noise or sampling.init_noise_spread == 0:
             raise ConfigError(

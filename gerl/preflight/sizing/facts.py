@@ -284,8 +284,8 @@ def named_on_record(path: str) -> str:
 def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta", parts: Parts = NO_PARTS) -> DiffusionPipeline:
     """Build the pipeline of `path`, on `meta` without weights, else with random ones; raises `ModelError`."""
     path = named_on_record(path)
-    given = resolve(path)
-    folder = Path(given) if Path(given).is_dir() else _cached(given)
+    source = resolve(path)
+    folder = Path(source) if Path(source).is_dir() else _cached(source)
     if folder is None and path not in (known := architectures()["models"]):
         raise ModelError(
             f"model.path={path!r} is not in the Hub cache, and its architecture is not known "
@@ -426,8 +426,8 @@ def _module(kind: Any, config: dict[str, Any], dtype: torch.dtype, device: str) 
             module: torch.nn.Module = kind.from_config({k: v for k, v in config.items() if not k.startswith("_")})
             kept = kind._keep_in_fp32_modules or []
         else:
-            given = kind.config_class(**{k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")})
-            module = kind(given)
+            settings = kind.config_class(**{k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")})
+            module = kind(settings)
             kept = getattr(module, "_keep_in_fp32_modules_strict", None) or []
             if dtype == torch.float16:
                 kept = [*kept, *(getattr(module, "_keep_in_fp32_modules", None) or [])]

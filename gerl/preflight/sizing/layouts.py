@@ -46,14 +46,14 @@ class Layout:
 
     def keys(self) -> str:
         """Return the command-line keys: gradient checkpointing, and all that differ from the default."""
-        given = {
+        values = {
             "cluster.ranks_per_worker": (self.ranks, 1),
             "model.shard": (self.shard, "none"),
             "model.quantize": (self.quantize, "none"),
             "model.quantize_encoders": (self.quantize_encoders, "none"),
             "model.offload": (self.offload, "none"),
         }
-        words = [f"{key}={value}" for key, (value, default) in given.items() if value != default]
+        words = [f"{key}={value}" for key, (value, default) in values.items() if value != default]
         words += [] if self.reshard else ["model.reshard=false"]
         return " ".join([*words, f"model.gradient_checkpointing={str(self.checkpointing).lower()}"])
 

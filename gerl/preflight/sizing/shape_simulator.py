@@ -182,10 +182,10 @@ class Stage:
             if key not in self._blocks:
                 before = self.ledger.flops
                 output = original(*args, **kwargs)
-                given = {id(v.untyped_storage()): i for i, v in enumerate(leaves) if torch.is_tensor(v)}
+                place_of = {id(v.untyped_storage()): i for i, v in enumerate(leaves) if torch.is_tensor(v)}
 
                 def describe(value: Any) -> Any:
-                    position = given.get(id(value.untyped_storage())) if torch.is_tensor(value) else None
+                    position = place_of.get(id(value.untyped_storage())) if torch.is_tensor(value) else None
                     same = position is not None and leaves[position].shape == value.shape
                     return Argument(position) if position is not None and same else _describe(value)
 

@@ -142,12 +142,12 @@ def reference_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> R
 
 def references_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> list[Reference]:
     """Return the images in the row's `column`, one or a list of them; raises `DataError` if there are none."""
-    given = metadata.get(column)
-    parts: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    value = metadata.get(column)
+    parts: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
     if not parts or not all(isinstance(part, Image.Image | Path) or (isinstance(part, str) and part) for part in parts):
         raise DataError(
             f"{prompt!r} has no reference for the {scorer} scorer, expected the path of an image in the row's "
-            f"{column!r}, got {given!r:.200}: add it, or use another column for the scorer"
+            f"{column!r}, got {value!r:.200}: add it, or use another column for the scorer"
         )
     return [part if isinstance(part, Image.Image) else _file(prompt, part) for part in parts]
 
@@ -165,16 +165,16 @@ def references_within(folders: str) -> Iterator[None]:
         _folders.reset(before)
 
 
-def _file(prompt: str, given: str | Path) -> Path:
-    file = Path(given).expanduser()
+def _file(prompt: str, path: str | Path) -> Path:
+    file = Path(path).expanduser()
     if (folders := _folders.get()) is not None and not is_within(file, folders):
         raise DataError(
-            f"{prompt!r} has the reference {str(given)!r:.200}, which is in no folder whose files requests may name: "
+            f"{prompt!r} has the reference {str(path)!r:.200}, which is in no folder whose files requests may name: "
             "start the service with folders=FOLDER"
         )
     if not file.is_file():
         raise DataError(
-            f"{prompt!r} has the reference {str(given)!r}, but there is no file {file.absolute()}: correct the path"
+            f"{prompt!r} has the reference {str(path)!r}, but there is no file {file.absolute()}: correct the path"
         )
     return file
 

@@ -109,9 +109,9 @@ class Call:
             ) from None
 
     def __call__(self, images: object, prompts: list[str], metadata: list[Metadata]) -> object:
-        given = {"images": images, "prompts": prompts, "metadata": metadata}
-        named = {parameter: given[what] for parameter, what in self.named.items()}
-        return self.function(*(given[what] for what in self.positional), **named, **self.kwargs)
+        values = {"images": images, "prompts": prompts, "metadata": metadata}
+        named = {parameter: values[what] for parameter, what in self.named.items()}
+        return self.function(*(values[what] for what in self.positional), **named, **self.kwargs)
 
 
 def _check_kind(key: str, name: str, function: Callable[..., Any]) -> None:

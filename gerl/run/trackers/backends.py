@@ -22,15 +22,15 @@ class Wandb:
         os.environ.setdefault("WANDB_CONSOLE", "off")  # this process prints nothing worth sending
         import wandb
 
-        self._wandb, given = wandb, wandb.setup().settings
-        if given.mode in ("online", "run", "shared"):
-            reach(given.base_url, "WANDB_MODE=offline stores a run here, for wandb sync")
+        self._wandb, settings = wandb, wandb.setup().settings
+        if settings.mode in ("online", "run", "shared"):
+            reach(settings.base_url, "WANDB_MODE=offline stores a run here, for wandb sync")
         self._run = wandb.init(
-            project=run.project or given.project or PROJECT,
-            name=given.run_name or run.name,
-            id=run.id or given.run_id or secrets.token_hex(8),
+            project=run.project or settings.project or PROJECT,
+            name=settings.run_name or run.name,
+            id=run.id or settings.run_id or secrets.token_hex(8),
             resume="allow" if run.id else None,
-            tags=[*run.tags, *(given.run_tags or ())],
+            tags=[*run.tags, *(settings.run_tags or ())],
             dir=None if os.environ.get("WANDB_DIR") else str(run.folder),
         )
         self._run.config.update(run.config, allow_val_change=True)
@@ -38,7 +38,7 @@ class Wandb:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self.project, self.name, self.id = self._run.project, self._run.name or run.name, self._run.id
-        off = "disabled by WANDB_MODE" if given.mode == "disabled" else f"wandb sync {Path(self._run.dir).parent}"
+        off = "disabled by WANDB_MODE" if settings.mode == "disabled" else f"wandb sync {Path(self._run.dir).parent}"
         self.place = self._run.url or off
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -102,9 +102,9 @@ class Mlflow:
         self.place = f"experiment {self.project} of {address}"
 
     def _experiment(self, project: str | None) -> str:
-        given = os.environ.get("MLFLOW_EXPERIMENT_ID")
-        if project is None and given:
-            return given
+        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if project is None and experiment_id:
+            return experiment_id
         name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         experiment: Any = self._client.get_experiment_by_name(name)
         return str(experiment.experiment_id if experiment else self._client.create_experiment(name))
@@ -138,21 +138,21 @@ class Swanlab:
 
         self._swanlab = swanlab
         # without prompts, and without the output of this process
-        given = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
-        if given.mode == "online":
-            reach(given.api_host, "SWANLAB_MODE=offline stores a run here, for swanlab sync")
+        settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
+        if settings.mode == "online":
+            reach(settings.api_host, "SWANLAB_MODE=offline stores a run here, for swanlab sync")
         elsewhere = os.environ.get("SWANLAB_LOG_DIR") or os.environ.get("SWANLAB_LOGDIR")
         self._run = swanlab.init(
-            project=run.project or given.project.name or PROJECT,
-            name=given.experiment.name or run.name,
-            id=run.id or given.run.id or uuid.uuid4().hex[:21],
+            project=run.project or settings.project.name or PROJECT,
+            name=settings.experiment.name or run.name,
+            id=run.id or settings.run.id or uuid.uuid4().hex[:21],
             resume="allow",
-            tags=[*run.tags, *given.experiment.tags],
+            tags=[*run.tags, *settings.experiment.tags],
             config=run.config,
             log_dir=None if elsewhere else str(run.folder / "swanlab"),
-            settings=given,
+            settings=settings,
         )
-        self.project, self.name, self.id = run.project or given.project.name or PROJECT, self._run.name, self._run.id
+        self.project, self.name, self.id = run.project or settings.project.name or PROJECT, self._run.name, self._run.id
         match self._run.mode:
             case "online":
                 self.place = str(self._run.url)

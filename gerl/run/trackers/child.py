@@ -59,8 +59,8 @@ def serve(name: str, calls: BinaryIO, reply: Any) -> None:
         files = {name: calls.read(size) for name, size in header.pop("files").items()}
         call = header.pop("call")
         if tracker is None:
-            given = header["run"]
-            tracker = REMOTE[name](TrackedRun(**{**given, "folder": Path(given["folder"])}))
+            fields = header["run"]
+            tracker = REMOTE[name](TrackedRun(**{**fields, "folder": Path(fields["folder"])}))
             reply(opened={key: str(getattr(tracker, key)) for key in ("project", "name", "id", "place")})
             continue
         with tempfile.TemporaryDirectory() as folder:

@@ -116,7 +116,7 @@ class EarlyGradient:
         """Accumulate the remaining tasks; return the statistics of all, or None if the gradient was discarded."""
         scored = time.time()
         begun = len(self.calls)
-        alike = all(_same(credit[i], given) for i, given in self.credit.items() if i in credit)
+        alike = all(_same(credit[i], before) for i, before in self.credit.items() if i in credit)
         if begun and alike and pairs == self.pairs and kl == self._kl and list(credit) == [t.id for t in self.tasks]:
             for task in self.tasks[begun:]:
                 self._begin(credit[task.id])

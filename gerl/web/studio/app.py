@@ -174,12 +174,12 @@ class Studio:
         return True
 
 
-def check_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
+def check_draft(studio: Studio, values: Mapping[str, Any]) -> Any:
     """Save and check a draft, unless its name is missing or another draft's; `was`: its name before."""
-    nameless = isinstance(given.get("name"), str) and not folder_of(given["name"])
-    draft, was = read_draft({**given, "name": UNNAMED} if nameless else given), given.get("was")
+    nameless = isinstance(values.get("name"), str) and not folder_of(values["name"])
+    draft, was = read_draft({**values, "name": UNNAMED} if nameless else values), values.get("was")
     sentence = NAMELESS if nameless else studio.taken(draft, was)
-    saved = bool(not sentence and given.get("keep", True) and studio.keep(draft, was))
+    saved = bool(not sentence and values.get("keep", True) and studio.keep(draft, was))
     if not saved:  # its files are not those of a draft or run that has the name
         with tempfile.TemporaryDirectory() as place:
             draft.write(Path(place))
@@ -191,16 +191,16 @@ def check_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
     problems = [asdict(Problem(sentence, "name", nameless))] * bool(sentence) + answer["problems"]
     line = shell_line(["gerl", draft.command, *answer["arguments"]]) if answer["arguments"] and not nameless else ""
     said = {"line": line, "problems": problems, "name": "" if nameless else draft.name}
-    return answer | said | {"saved": saved, "revision": given.get("revision") if sentence else draft.revision}
+    return answer | said | {"saved": saved, "revision": values.get("revision") if sentence else draft.revision}
 
 
-def start_run(studio: Studio, given: Mapping[str, Any]) -> Any:
+def start_run(studio: Studio, values: Mapping[str, Any]) -> Any:
     """Queue the run of a draft; raises `GerlError` if it cannot be trained."""
-    draft = studio.draft(str(given.get("name")))
+    draft = studio.draft(str(values.get("name")))
     checked = studio.named(draft, studio.compose(draft))
     if checked.problems:
         raise GerlError(checked.problems[0].sentence)
-    gpus = given.get("gpus", 1)
+    gpus = values.get("gpus", 1)
     if type(gpus) is not int or not 1 <= gpus <= len(studio.jobs.devices):
         raise GerlError(f"gpus={gpus!r:.20}: there are {len(studio.jobs.devices)}")
     with studio.store.lock:
@@ -210,14 +210,14 @@ def start_run(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {"job": job.id}
 
 
-def queue_command(studio: Studio, given: Mapping[str, Any]) -> Any:
+def queue_command(studio: Studio, values: Mapping[str, Any]) -> Any:
     """Queue another command of gerl; `{out}` in an argument is the folder of the job."""
-    command, arguments, run = given.get("command"), given.get("arguments"), given.get("run")
+    command, arguments, run = values.get("command"), values.get("arguments"), values.get("run")
     if command not in COMMANDS or not isinstance(arguments, list) or not all(map(is_argument, arguments)):
         raise GerlError(f"expected a command, one of {', '.join(COMMANDS)}, and its arguments")
     computed = command in ("export", "report") or any(argument.startswith("hardware=") for argument in arguments)
     gpus = max((job.gpus for job in studio.jobs.all if run is not None and job.run == run), default=1)
-    title = str(given.get("title") or command)
+    title = str(values.get("title") or command)
     if run is not None and not isinstance(run, str):
         raise GerlError(f"run={run!r:.80}: expected the name of a run")
     runs = [value for key, _, value in (a.partition("=") for a in arguments) if key.partition(".")[0] in LOOKS_AT]
@@ -233,9 +233,9 @@ def is_argument(value: Any) -> bool:
     return isinstance(value, str) and "\0" not in value
 
 
-def control_job(studio: Studio, given: Mapping[str, Any]) -> Any:
+def control_job(studio: Studio, values: Mapping[str, Any]) -> Any:
     """Stop a job, or move it in the queue."""
-    number, action = given.get("job"), given.get("action")
+    number, action = values.get("job"), values.get("action")
     if type(number) is not int or action not in ("stop", "up", "down"):
         raise GerlError("expected the number of a job, and stop, up or down")
     job = studio.jobs.get(number)
@@ -246,10 +246,12 @@ def control_job(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {"state": job.state}
 
 
-def save_note(studio: Studio, given: Mapping[str, Any]) -> Any:
+def save_note(studio: Studio, posted_values: Mapping[str, Any]) -> Any:
     """Save the note of a run, or its star, or both."""
-    before = studio.store.values.get("notes", {}).get(str(given.get("run")), {})
-    run, note, star = (({"note": "", "star": False} | before | given).get(name) for name in ("run", "note", "star"))
+    before = studio.store.values.get("notes", {}).get(str(posted_values.get("run")), {})
+    run, note, star = (
+        ({"note": "", "star": False} | before | posted_values).get(name) for name in ("run", "note", "star")
+    )
     if not isinstance(run, str) or not isinstance(note, str) or not isinstance(star, bool) or len(note) > 2000:
         raise GerlError("expected a run, a note of at most 2000 characters, and whether it has a star")
     studio.site.run(run)
@@ -259,9 +261,9 @@ def save_note(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {}
 
 
-def remove_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
+def remove_draft(studio: Studio, posted_values: Mapping[str, Any]) -> Any:
     """Remove a draft and its files."""
-    draft = studio.draft(str(given.get("name")))
+    draft = studio.draft(str(posted_values.get("name")))
     if studio.is_used(draft.name):
         raise GerlError(f"the run {draft.name} uses the files of this draft: it stays")
     draft.remove(studio.root)
@@ -271,36 +273,36 @@ def remove_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {}
 
 
-def copy_run(studio: Studio, given: Mapping[str, Any]) -> Any:
+def copy_run(studio: Studio, values: Mapping[str, Any]) -> Any:
     """Create a draft with the configuration of a run."""
-    run = studio.site.run(str(given.get("run")))
+    run = studio.site.run(str(values.get("run")))
     name = folder_of(run.folder.name)[:70] or "run"
     names = (f"{name}-{number}" for number in count(2))
     known = studio.store.values.get("drafts", {})
-    name = given.get("name") or next(name for name in names if name not in known and not studio.is_used(name))
+    name = values.get("name") or next(name for name in names if name not in known and not studio.is_used(name))
     draft = drafts.from_run(run.folder, str(name))
     studio.keep(draft)
     return {"name": draft.name}
 
 
-def truncated_prompts(studio: Studio, given: Mapping[str, Any]) -> Any:
+def truncated_prompts(studio: Studio, posted_values: Mapping[str, Any]) -> Any:
     """Return a sentence per tokenizer that truncates prompts of a draft."""
-    checked = studio.compose(studio.draft(str(given.get("draft"))))
+    checked = studio.compose(studio.draft(str(posted_values.get("draft"))))
     if checked.problems:
         raise GerlError(checked.problems[0].sentence)
     path, sampling = checked.values["model"]["path"], checked.values["sampling"]
     return {"truncated": studio.sampler.truncated(path, sampling, [prompt.text for prompt in checked.prompts])}
 
 
-def sample_images(studio: Studio, given: Mapping[str, Any]) -> Any:
+def sample_images(studio: Studio, posted_values: Mapping[str, Any]) -> Any:
     """Sample prompts with the model of a draft or run, with the LoRA of a checkpoint if `step` is given."""
-    lines, seed, scale = given.get("prompts"), given.get("seed", 0), given.get("scale", 1.0)
-    step = given.get("step")
+    lines, seed, scale = posted_values.get("prompts"), posted_values.get("seed", 0), posted_values.get("scale", 1.0)
+    step = posted_values.get("step")
     is_whole = type(seed) is int and 0 <= seed < 2**63 and (step is None or type(step) is int)
     if not isinstance(lines, list) or not is_whole or type(scale) not in (int, float) or abs(scale) > STRONGEST:
         raise GerlError("expected prompts, a seed, the strength of the LoRA, and the step of a checkpoint, or null")
     lora: Path | None = None
-    if (name := given.get("run")) is not None:
+    if (name := posted_values.get("run")) is not None:
         run = studio.site.run(str(name))
         draft = drafts.from_run(run.folder, "run")
         if step is not None:
@@ -308,7 +310,7 @@ def sample_images(studio: Studio, given: Mapping[str, Any]) -> Any:
             if not lora.is_file():
                 raise GerlError(f"{name} has no LoRA of step {step}")
     else:
-        draft = studio.draft(str(given.get("draft")))
+        draft = studio.draft(str(posted_values.get("draft")))
     checked = studio.compose(draft)
     wrong = [problem for problem in checked.problems if problem.key.startswith(("model.", "sampling.", "name"))]
     if checked.problems and (wrong or not checked.values):
@@ -329,9 +331,9 @@ def sample_images(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {"images": images, "prompts": [p.text for p in prompts], "folder": str(folder), "note": note}
 
 
-def score_samples(studio: Studio, given: Mapping[str, Any]) -> Any:
+def score_samples(studio: Studio, values: Mapping[str, Any]) -> Any:
     """Run `gerl score` on sampled images with the reward of a draft."""
-    draft, folder = studio.draft(str(given.get("draft"))), Path(str(given.get("folder")))
+    draft, folder = studio.draft(str(values.get("draft"))), Path(str(values.get("folder")))
     if folder.parent != studio.root / SAMPLES or not folder.is_dir():
         raise GerlError("sample images first")
     read = ("experiment=", "reward.", "data.columns")
@@ -460,12 +462,12 @@ def build_studio(root: Path, token: str | None, local: bool, trust: bool = False
     def posted(name: str, answer: Answer) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
-                given = parse_json(await request.body())
+                values = parse_json(await request.body())
             except (ValueError, ClientDisconnect):
-                given = None
-            if not isinstance(given, dict):
+                values = None
+            if not isinstance(values, dict):
                 return refused(400, f"expected a JSON object of UTF-8 texts and numbers with at most {DEPTH} levels")
-            return JSONResponse(await run_in_threadpool(answer, studio, given))
+            return JSONResponse(await run_in_threadpool(answer, studio, values))
 
         return Route(f"/api/{name}", endpoint, methods=["POST"])
 
@@ -501,10 +503,10 @@ def admitted(token: str | None, request: Request) -> Visit | Response:
 
 async def _login(token: str | None, request: Request) -> Response:
     try:
-        given = str(parse_json(await request.body())["token"])
+        token_sent = str(parse_json(await request.body())["token"])
     except (ValueError, KeyError, TypeError, ClientDisconnect):
         return refused(400, "expected a JSON object with a token")
-    if token is None or not is_token(given, token):
+    if token is None or not is_token(token_sent, token):
         await asyncio.sleep(PAUSE)
         return refused(401, "this is not the token that the command printed")
     return JSONResponse({}, headers=cookie_of(token, request))

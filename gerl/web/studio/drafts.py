@@ -88,21 +88,21 @@ class Draft:
 
     def arguments(self, root: Path) -> list[str]:
         """Return the arguments of the command; `root`: the folder of the runs."""
-        given = {key: value for key, value in self.keys.items() if value.strip()}
+        set_keys = {key: value for key, value in self.keys.items() if value.strip()}
         for file, key in FILES.items():
             if self.texts.get(file, "").strip():
-                given.setdefault(key, flow(str(self.folder(root) / file)))
+                set_keys.setdefault(key, flow(str(self.folder(root) / file)))
         scorers = {name: self._scorer(name, root) for name in self.scorers}
-        for key in [*given]:  # keys of these scorers belong to their entries
+        for key in [*set_keys]:  # keys of these scorers belong to their entries
             name, _, inner = key.removeprefix("reward.scorers.").partition(".")
             if key.startswith("reward.scorers.") and name in scorers and inner.isidentifier():
-                scorers[name][inner] = read(f"{key}={given.pop(key)}").value()
+                scorers[name][inner] = read(f"{key}={set_keys.pop(key)}").value()
         if self.votes:  # beside the scorer of the votes
-            given |= {f"+reward.scorers.{name}": flow(scorer) for name, scorer in scorers.items()}
+            set_keys |= {f"+reward.scorers.{name}": flow(scorer) for name, scorer in scorers.items()}
         elif scorers:
-            given["reward.scorers"] = flow(scorers)
-        first = [f"{key}={given.pop(key)}" for key in FIRST if key in given]
-        return [*first, *(f"{key}={value}" for key, value in given.items()), f"out={flow(str(root / self.name))}"]
+            set_keys["reward.scorers"] = flow(scorers)
+        first = [f"{key}={set_keys.pop(key)}" for key in FIRST if key in set_keys]
+        return [*first, *(f"{key}={value}" for key, value in set_keys.items()), f"out={flow(str(root / self.name))}"]
 
     def _scorer(self, name: str, root: Path) -> dict[str, Any]:
         own = {key: value for key, value in self.scorers[name].items() if value not in ("", None)}
@@ -141,12 +141,12 @@ def _mapping(text: str, key: str) -> dict[str, Any]:
     return values
 
 
-def read_draft(given: Mapping[str, Any]) -> Draft:
+def read_draft(values: Mapping[str, Any]) -> Draft:
     """Convert JSON sent by the page; raises `GerlError` for files that are no file names, or other types."""
-    name, texts = given.get("name"), given.get("texts") or {}
+    name, texts = values.get("name"), values.get("texts") or {}
     if not isinstance(name, str) or not (folder := folder_of(name)):
         raise GerlError(NAMELESS)
-    parts = (given.get("keys") or {}, given.get("scorers") or {}, texts)
+    parts = (values.get("keys") or {}, values.get("scorers") or {}, texts)
     if not all(isinstance(part, dict) for part in parts) or not all(isinstance(s, dict) for s in parts[1].values()):
         raise GerlError("keys, scorers and texts of a draft are objects")
     if wrong := [file for file in texts if not NAME.fullmatch(str(file))]:
@@ -155,11 +155,11 @@ def read_draft(given: Mapping[str, Any]) -> Draft:
         raise GerlError(f"the name of a scorer has letters, digits and _ only, not {wrong[0]!r:.80}")
     keys_ = {str(key): str(value) for key, value in parts[0].items()}
     texts = {str(file): str(text) for file, text in texts.items()}
-    known = given.get("revision")
+    known = values.get("revision")
     revision = known if type(known) is int else None
-    card = given.get("card")
+    card = values.get("card")
     card = card if isinstance(card, str) else ""
-    return Draft(folder, keys_, dict(parts[1]), texts, given.get("votes") is True, card, revision)
+    return Draft(folder, keys_, dict(parts[1]), texts, values.get("votes") is True, card, revision)
 
 
 def folder_of(name: str) -> str:
@@ -279,12 +279,12 @@ def _compose(draft: Draft, arguments: list[str]) -> tuple[Composed, Composed]:
     with COMPOSING:
         if draft.votes:
             prepare(with_folder(arguments))
-        given = [EXAMPLE, *arguments] if draft.votes else arguments
-        asked = asked_for(given)
-        composed = compose_run(given, asked)
+        overrides = [EXAMPLE, *arguments] if draft.votes else arguments
+        asked = asked_for(overrides)
+        composed = compose_run(overrides, asked)
         started = [a for a in arguments if a.startswith("experiment=")]
         recipe = _shipped(*started) if draft.keys.get("experiment") in experiments() else compose_run(started)
-        return dataclasses.replace(composed, replaced=replaced_scorers(given, asked)), recipe
+        return dataclasses.replace(composed, replaced=replaced_scorers(overrides, asked)), recipe
 
 
 @cache
