@@ -229,8 +229,8 @@ class Scores:
         if preferences := [sample.dataset_image.score for sample in other.samples if sample.dataset_image is not None]:
             self.given, totals, columns, failures = True, list(preferences), {}, [[] for _ in preferences]
         for name in {**self.by_scorer, **columns}:
-            known = self.by_scorer.setdefault(name, [None] * len(self.samples))
-            known.extend(columns.get(name, [None] * len(other.samples)))
+            column = self.by_scorer.setdefault(name, [None] * len(self.samples))
+            column.extend(columns.get(name, [None] * len(other.samples)))
         self.samples += other.samples
         self.totals += totals
         self.failures += failures
@@ -302,11 +302,11 @@ class UpdateStats:
     parts: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
-        known = [stats.ratio_deviation for stats in (self, other) if stats.ratio_deviation is not None]
+        deviations = [stats.ratio_deviation for stats in (self, other) if stats.ratio_deviation is not None]
         return UpdateStats(
             self.pairs + other.pairs,
             {k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}},
-            float(np.max(known)) if known else None,  # keeps a NaN
+            float(np.max(deviations)) if deviations else None,  # keeps a NaN
             _added(self.step_squares, other.step_squares),
             _added(self.parts, other.parts),
         )

@@ -86,18 +86,18 @@ def measure(images: Sequence[bytes], limits: ImageLimits) -> int | Refusal:
     for i, data in enumerate(images):
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                own = image.width * image.height
+                size = image.width * image.height
         except Image.DecompressionBombError:
-            own = sys.maxsize
+            size = sys.maxsize
         except (*BROKEN, zlib.error):
             return Refusal(422, f"image {i} of {len(images)} is neither a PNG nor a JPEG file: send one of these")
-        if own > limits.max_image_megapixels * MEGAPIXEL:
+        if size > limits.max_image_megapixels * MEGAPIXEL:
             return Refusal(
                 413,
                 f"image {i} of {len(images)} has too many pixels, more than {limits.max_image_megapixels} million: "
                 "send a smaller one, or start the service with a larger max_image_megapixels",
             )
-        pixels += own
+        pixels += size
         if pixels > limits.max_megapixels * MEGAPIXEL:
             return Refusal(
                 413,

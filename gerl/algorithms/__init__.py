@@ -18,8 +18,8 @@ __all__ = [
 
 def every_exclusion() -> list[Exclusion]:
     """Return all rows of keys that exclude each other, those of algorithms last."""
-    own = (row for cls in ALGORITHMS.values() for row in cls.config_class.excludes)
-    return list(dict.fromkeys((*MODEL, *SAMPLING, *EXCLUSIONS, *own)))
+    of_algorithms = (row for cls in ALGORITHMS.values() for row in cls.config_class.excludes)
+    return list(dict.fromkeys((*MODEL, *SAMPLING, *EXCLUSIONS, *of_algorithms)))
 
 
 def build_algorithm(config: Config) -> Algorithm:

@@ -310,13 +310,13 @@ class Algorithm(ABC):
     def micro_batches(self, batch: Batch, most: int | None = None) -> Iterator[list[int]]:
         """Split the rows of `batch` with credit into micro-batches of at most `most`."""
         size = min(self.config.actor.micro_batch_size or len(batch.samples), most or len(batch.samples))
-        kept = self.kept_rows(batch)
+        with_credit = self.kept_rows(batch)
         if not self.whole_groups or self.pools:
-            yield from (kept[i : i + size] for i in range(0, len(kept), size))
+            yield from (with_credit[i : i + size] for i in range(0, len(with_credit), size))
             return
         ids, rows = group_ids(batch.samples).tolist(), list[int]()
-        for number in dict.fromkeys(ids[r] for r in kept):
-            members = [r for r in kept if ids[r] == number]
+        for number in dict.fromkeys(ids[r] for r in with_credit):
+            members = [r for r in with_credit if ids[r] == number]
             if rows and len(rows) + len(members) > size:
                 yield rows
                 rows = []
@@ -327,10 +327,10 @@ class Algorithm(ABC):
     def kept_rows(self, batch: Batch) -> list[int]:
         """Return the rows with a credit; unless all samples are needed, with a credit other than 0 at some step."""
         credit = batch.credit[:, list(batch.trained)]
-        kept = ~credit.isnan().any(1)
+        has_credit = ~credit.isnan().any(1)
         if not self.needs_all_samples:
-            kept &= (credit != 0).any(1)
-        return [int(r) for r in kept.nonzero()]
+            has_credit &= (credit != 0).any(1)
+        return [int(r) for r in has_credit.nonzero()]
 
     @abstractmethod
     def train(
@@ -354,10 +354,10 @@ class Algorithm(ABC):
 
     def base_steps(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:
         """Replay the steps with the base model, switching to it once per micro-batch."""
-        kept: dict[int, ReplayedStep] = {}
+        steps: dict[int, ReplayedStep] = {}
         with policy.base():
-            engine.replay(policy.pipe, tape, lambda k, step: kept.update({k: step}), grad=False, **options)
-        return kept
+            engine.replay(policy.pipe, tape, lambda k, step: steps.update({k: step}), grad=False, **options)
+        return steps
 
 
 def compares_within_groups(settings: AlgorithmConfig) -> bool:
@@ -383,9 +383,9 @@ def batches_of(
     samples, batches = trajectory.task.samples, list[Batch]()
     for segment, tape in zip(trajectory.task.segments, trajectory.tapes, strict=True):
         if segment.trained:
-            of, own = [samples[leaf] for leaf in segment.leaves], row_credit(segment, credit)
+            of, row_credits = [samples[leaf] for leaf in segment.leaves], row_credit(segment, credit)
             counts = None if gate is None else row_credit(segment, gate)
-            batches.append(Batch(tape, of, segment.trained, own, pooled, counts))
+            batches.append(Batch(tape, of, segment.trained, row_credits, pooled, counts))
     return batches
 
 
@@ -452,8 +452,8 @@ def pooled_sum(parts: Iterable[Pooled]) -> Pooled:
     sums: Pooled = {}
     for part in parts:
         for group, (total, count) in part.items():
-            before, known = sums.get(group, (0.0, 0))
-            sums[group] = before + total, known + count
+            before, counted = sums.get(group, (0.0, 0))
+            sums[group] = before + total, counted + count
     return sums
 
 

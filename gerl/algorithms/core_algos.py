@@ -96,13 +96,13 @@ def largest_of_groups(advantages: torch.Tensor, group_ids: torch.Tensor, share: 
     `share` in (0, 1] of each group is kept, at least one; the first one on ties. Images near the mean contribute little
     but cost the same (PODS, arXiv 2504.13818).
     """
-    kept = torch.full_like(advantages, torch.nan)
+    largest = torch.full_like(advantages, torch.nan)
     for number in group_ids.unique():
         members = (group_ids == number).nonzero().flatten()
         order = advantages[members].abs().argsort(descending=True, stable=True)
         chosen = members[order[: max(1, round(share * len(members)))]]
-        kept[chosen] = advantages[chosen]
-    return kept
+        largest[chosen] = advantages[chosen]
+    return largest
 
 
 def batch_advantages(rewards: torch.Tensor, eps: float = 1e-4) -> torch.Tensor:
@@ -436,8 +436,8 @@ def scaled_by_diversity(advantages: torch.Tensor, diversity: torch.Tensor, group
         members = group_ids == number
         d = diversity[members].double().clamp_min(0)
         if (mean := d.mean()) > 0:
-            own = advantages[members]
-            result[members] = torch.where(own > 0, own * (d / mean).to(own), own)
+            of_group = advantages[members]
+            result[members] = torch.where(of_group > 0, of_group * (d / mean).to(of_group), of_group)
     return result
 
 

@@ -55,9 +55,11 @@ class CRD(ForwardProcess):
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, Metrics]:
         """Return `crd_loss`; reports the mean `implicit_reward`, which is 0 at the old policy."""
-        implicit, own = self._implicit(s), self.settings
+        implicit, settings = self._implicit(s), self.settings
         means = pooled_mean(s)
-        losses = crd_loss(implicit, s.advantages, s.groups, own.mix, own.advantage_clip, means, own.regression)
+        losses = crd_loss(
+            implicit, s.advantages, s.groups, settings.mix, settings.advantage_clip, means, settings.regression
+        )
         return losses, {"implicit_reward": implicit.detach().mean()}
 
     def pooled(self, s: Noised) -> torch.Tensor:
@@ -109,7 +111,7 @@ def crd_loss(
 def relative_entropy(wanted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Return the KL [B] between Bernoulli distributions with logits `wanted` [B] and `logits` [B]."""
     probability = wanted.sigmoid()
-    crossed, own = (
+    crossed, entropy = (
         torch.nn.functional.binary_cross_entropy_with_logits(x, probability, reduction="none") for x in (logits, wanted)
     )
-    return crossed - own
+    return crossed - entropy

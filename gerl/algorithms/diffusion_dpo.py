@@ -64,8 +64,8 @@ class DiffusionDPO(ForwardProcess):
             losses = dpo_loss(margin, pairs, beta)
         else:
             sums, counts = s.pooled
-            pairs, own = counts == 2, s.advantages.sign() * excess
-            margin = torch.where(pairs, own.detach() - own - sums, 0.0)
+            pairs, signed = counts == 2, s.advantages.sign() * excess
+            margin = torch.where(pairs, signed.detach() - signed - sums, 0.0)
             # the other row is in another micro-batch: take the whole gradient of this row and half of the value
             whole = 2 * dpo_loss(margin, pairs, beta)
             losses = whole - whole.detach() / 2

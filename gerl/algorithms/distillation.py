@@ -196,14 +196,14 @@ def teacher_steps(
     divisible = tape.probe is not None and tape.probe.batch_size != tape.batch_size
     outputs: Levels = {}
     for number in range(len(teachers)):
-        own = [i for i, teacher in enumerate(taught_by) if teacher == number]
-        rows = own if divisible and not every else list(range(len(index)))
-        if not own and not every:
+        taught = [i for i, teacher in enumerate(taught_by) if teacher == number]
+        rows = taught if divisible and not every else list(range(len(index)))
+        if not taught and not every:
             continue
         by_step = _steps_of(policy, number, tape, [index[i] for i in rows], options)
         for k, output in by_step.items():
             whole = outputs.setdefault(k, output.new_zeros(len(index), *output.shape[1:]))
-            whole[own] = output[[rows.index(i) for i in own]]
+            whole[taught] = output[[rows.index(i) for i in taught]]
     weights = [0.0 if number is None else teachers[number].weight for number in taught_by]
     return outputs, torch.tensor(weights, device=tape.steps[0].x.device), taught_by
 
@@ -217,16 +217,16 @@ def _steps_of(policy: Policy, number: int, tape: Tape, rows: list[int], options:
         # another call of the pipeline at the same latents
         changed = engine.record_structure(pipe, tape, rows, model.teacher.changed)
         for k in options["steps"]:
-            own, rule, expected = changed.steps[k], changed.steps[k].rule, tape.steps[k].rule
+            new_step, rule, expected = changed.steps[k], changed.steps[k].rule, tape.steps[k].rule
             if type(rule) is not type(expected) or abs(rule.sigma - expected.sigma) > 1e-6:
                 raise ModelError(
                     f"{NAME}: step {k} of {model.teacher} is at noise level {rule.sigma:.6g} ({type(rule).__name__}), "
                     f"that of the student at {expected.sigma:.6g} ({type(expected).__name__}): use a teacher with the "
                     "same steps"
                 )
-            if own.x.shape[1:] != tape.steps[k].x.shape[1:]:
+            if new_step.x.shape[1:] != tape.steps[k].x.shape[1:]:
                 raise ModelError(
-                    f"{NAME}: the latents of {model.teacher} have the shape {list(own.x.shape[1:])}, those of the "
+                    f"{NAME}: the latents of {model.teacher} have the shape {list(new_step.x.shape[1:])}, those of the "
                     f"student {list(tape.steps[k].x.shape[1:])}: use a teacher with the same latents"
                 )
         options |= {"index": None, "latents": {k: tape.steps[k].x[rows] for k in options["steps"]}}

@@ -164,9 +164,9 @@ class MixedGradient(DRaFT, FlowGRPO):
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, images = self.settings, num_pairs / len(batch.trained)
-        own = replace(batch, trained=self.differentiated_steps(batch.samples[0].step))
-        pairs = images * len(own.trained) / settings.gradient_weight
-        by_reward = DRaFT.train(self, policy, own, rows, pairs)
+        differentiated = replace(batch, trained=self.differentiated_steps(batch.samples[0].step))
+        pairs = images * len(differentiated.trained) / settings.gradient_weight
+        by_reward = DRaFT.train(self, policy, differentiated, rows, pairs)
         noisy = replace(batch, trained=stochastic(batch))
         pairs = images * len(noisy.trained) / settings.policy_weight
         by_ratio = FlowGRPO.train(self, policy, noisy, rows, pairs, meter)  # the meter measures this part only

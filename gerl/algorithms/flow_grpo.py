@@ -402,8 +402,8 @@ class FlowGRPO(PolicyGradient):
 
     @property
     def credits_groups_alone(self) -> bool:
-        own = self._inherits(Algorithm.credit, FlowGRPO.advantages) and not self.settings.history
-        return own and compares_within_groups(self.settings)
+        is_inherited = self._inherits(Algorithm.credit, FlowGRPO.advantages) and not self.settings.history
+        return is_inherited and compares_within_groups(self.settings)
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         if self.needs.values:
@@ -418,8 +418,8 @@ class FlowGRPO(PolicyGradient):
         for sample, total in zip(rewards.samples, batch, strict=True):
             past = self.past[sample.prompt.id]
             # too few rewards of this prompt: use those of the batch (DDPO)
-            known = torch.tensor(past, dtype=torch.float64) if len(past) == size else batch
-            result.append((total - known.mean()) / (known.std(correction=0) + 1e-4))
+            reference = torch.tensor(past, dtype=torch.float64) if len(past) == size else batch
+            result.append((total - reference.mean()) / (reference.std(correction=0) + 1e-4))
         return torch.stack(result).to(rewards.totals.dtype)
 
     def advantages_by_values(self, rewards: Rewards) -> torch.Tensor:

@@ -138,8 +138,8 @@ class Noised:
         return self.rule.target(self.x0, self.noise)
 
     def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> Noised:
-        known = {name: getattr(self, name) for name in ("x0", "noise", "x", "output", "old", "reference", *names)}
-        changed: dict[str, Any] = {name: change(value) for name, value in known.items() if value is not None}
+        tensors = {name: getattr(self, name) for name in ("x0", "noise", "x", "output", "old", "reference", *names)}
+        changed: dict[str, Any] = {name: change(value) for name, value in tensors.items() if value is not None}
         return replace(self, **changed)
 
     def without(self, written: torch.Tensor) -> Noised:
@@ -221,10 +221,10 @@ class ForwardProcess(Algorithm):
         levels, count = range(*self.config.sampling.steps_range), self.settings.timesteps
         if self.settings.timestep_sampling != "sample" or count is None or count >= len(levels):
             return values
-        kept = torch.zeros(values.shape, dtype=torch.bool)
+        trained = torch.zeros(values.shape, dtype=torch.bool)
         for row, sample in enumerate(rewards.samples):
-            kept[row, list(any_steps(levels, count, *self._noise_seed(sample)))] = True
-        return torch.where(kept, values, torch.nan)
+            trained[row, list(any_steps(levels, count, *self._noise_seed(sample)))] = True
+        return torch.where(trained, values, torch.nan)
 
     @property
     def credits_groups_alone(self) -> bool:
@@ -232,8 +232,8 @@ class ForwardProcess(Algorithm):
 
     def kept_rows(self, batch: Batch) -> list[int]:
         credit = batch.credit[:, list(batch.trained)]
-        kept = ~credit.isnan().all(1) if self.needs_all_samples else (credit.nan_to_num() != 0).any(1)
-        return [int(r) for r in kept.nonzero()]
+        has_credit = ~credit.isnan().all(1) if self.needs_all_samples else (credit.nan_to_num() != 0).any(1)
+        return [int(r) for r in has_credit.nonzero()]
 
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
         parts: list[Pooled] = []
@@ -286,7 +286,7 @@ class ForwardProcess(Algorithm):
         """Replay the trained noise levels of `rows`, with those of the `base` model, and pass on rows with a credit."""
         tape = batch.tape
         x0 = tape.steps[-1].x_next[rows]
-        samples, known = [batch.samples[r] for r in rows], ~batch.credit[rows].isnan()
+        samples, trained = [batch.samples[r] for r in rows], ~batch.credit[rows].isnan()
         credit = batch.credit[rows].to(x0.device)
         noise = {k: self._noise(samples, k, x0) for k in batch.trained}
         latents = {k: tape.steps[k].rule.noised(x0, noise[k]) for k in batch.trained}
@@ -303,12 +303,12 @@ class ForwardProcess(Algorithm):
             s = Noised(
                 step.rule, x0, noise[k], latents[k], output, previous, reference.get(k), credit[:, k], groups, gate
             )
-            kept = [i for i, here in enumerate(known[:, k].tolist()) if here]
-            if not kept:  # ranks in lockstep backpropagate equally often
+            places = [i for i, here in enumerate(trained[:, k].tolist()) if here]
+            if not places:  # ranks in lockstep backpropagate equally often
                 return 0 * output.sum() if grad and self.config.lockstep else None
             if step.written is not None:
                 s = s.without(step.written)
-            return on_level(k, s if len(kept) == len(rows) else s.rows(kept), [samples[i] for i in kept])
+            return on_level(k, s if len(places) == len(rows) else s.rows(places), [samples[i] for i in places])
 
         engine.replay(policy.pipe, tape, on_step, cfg=self.settings.cfg, grad=grad, meter=meter, **options)
 

@@ -163,9 +163,9 @@ def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[i
     first, end = config.sampling.steps_range
     size, every = config.sampling.trained_steps, config.sampling.window_every
     if config.sampling.window_schedule in ("random", "geometric"):
-        own = (group.prompt,) if group is not None and config.sampling.window_per == "group" else ()
+        prompt_parts = (group.prompt,) if group is not None and config.sampling.window_per == "group" else ()
         # a window that changes each step is sampled from the step
-        parts = (*own, step if every == 1 else (step - 1) // every)
+        parts = (*prompt_parts, step if every == 1 else (step - 1) // every)
         generator = torch.Generator().manual_seed(derive_seed("window", config.trainer.seed, *parts))
         count = end - first - size + 1
         if config.sampling.window_schedule == "random":

@@ -58,15 +58,15 @@ def probe_warnings(probe: SamplingProbe, clip: float | None) -> list[str]:
 
 def spread_warnings(probe: SamplingProbe) -> list[str]:
     """Warn if the noise of a trained step counts much more than the larger noise of another step."""
-    known = [(s.gain, s.std, s) for s in probe.steps if s.gain and s.std]
-    if not known:
+    measured = [(s.gain, s.std, s) for s in probe.steps if s.gain and s.std]
+    if not measured:
         return []
-    gains = [gain for gain, *_ in known]
-    (least, noise, low), (most, less_noise, high) = (known[gains.index(bound)] for bound in (min(gains), max(gains)))
+    gains = [gain for gain, *_ in measured]
+    (least, noise, low), (most, less_noise, high) = (measured[gains.index(bound)] for bound in (min(gains), max(gains)))
     if most <= LARGEST_SPREAD * least or less_noise >= noise:
         return []
     spreads = [max(gains[: i + 1]) / min(gains[: i + 1]) for i in range(len(gains))]
-    end = next(known[i][2].step for i, spread in enumerate(spreads) if spread > LARGEST_SPREAD)
+    end = next(measured[i][2].step for i, spread in enumerate(spreads) if spread > LARGEST_SPREAD)
     remedy = f"end sampling.window_range before step {end} at the latest"
     if probe.weighting not in (None, "std2_over_jacobian"):
         remedy = f"set algorithm.timestep_weights=std2_over_jacobian, or {remedy}"

@@ -98,8 +98,8 @@ class Run:
         """
         steps = self.validated
         if not steps or (step is not None and step not in steps):
-            known = f", only after steps {', '.join(map(str, steps))}" if steps else " so far"
-            raise GerlError(f"{self.folder} has no validation{'' if step is None else f' after step {step}'}{known}")
+            others = f", only after steps {', '.join(map(str, steps))}" if steps else " so far"
+            raise GerlError(f"{self.folder} has no validation{'' if step is None else f' after step {step}'}{others}")
         validation = load_validation(self.folder, steps[-1] if step is None else step)
         if not validation.shown:
             raise GerlError(

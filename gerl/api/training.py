@@ -115,13 +115,13 @@ class Trainer:
         self.resumes, self.name, self.base = resume is not None, name, DEFAULT if experiment is None else experiment
         self.pipe = None if isinstance(pipe, str | Path) else pipe
         self.scorers = Scorers() if reward is None else scorers_of(reward)
-        own = own_algorithm(algorithm)
-        chosen = preset_of(own[0]) if own else algorithm
+        custom = own_algorithm(algorithm)
+        chosen = preset_of(custom[0]) if custom else algorithm
         self.algorithm = chosen if chosen is None else str(chosen)
         self.prompts, self.held_out = prompts, held_out
         arguments = {"model.path": str(pipe) if isinstance(pipe, str | Path) else None, "cluster.num_workers": workers}
         arguments |= {"trainer.steps": steps, "trainer.seed": seed}
-        arguments["algorithm.path"] = own[1] if own else None
+        arguments["algorithm.path"] = custom[1] if custom else None
         self.keys = nested(keys, {key: value for key, value in arguments.items() if value is not None}, ARGUMENTS)
         self.keys.setdefault("logger", {}).setdefault("progress", not in_notebook())
         self.keys.setdefault("cluster", {}).setdefault("launcher", "local" if workers is None else "ray")
@@ -264,8 +264,8 @@ class Trainer:
         if choice is None or choice.offered == choice.latest:
             return True
         has = "these weights; " if policy.whole else "no LoRA; " if choice.use is None else "the LoRA of "
-        said = "step %d, the last one, has signals of the guard: the pipeline has %s%s"
-        logger.warning(said, choice.latest, has, choice.why)
+        message = "step %d, the last one, has signals of the guard: the pipeline has %s%s"
+        logger.warning(message, choice.latest, has, choice.why)
         if choice.use is not None and not policy.whole:
             from gerl.utils.tensors import unpack_tensors  # imports torch
 
@@ -334,14 +334,14 @@ def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
         )
     if saved.exists():
         return str(saved)
-    known = getattr(pipe, "name_or_path", None) or ""
-    source = _folder(known)
+    origin = getattr(pipe, "name_or_path", None) or ""
+    source = _folder(origin)
     if source is None:
         check_offered(pipe)
         pipe.save_pretrained(str(saved))
         _check_written(pipe, list(pipe.components), saved)
         return str(saved)
-    pipeline_logger.info("comparing the pipeline in memory with its files, %s ...", known)
+    pipeline_logger.info("comparing the pipeline in memory with its files, %s ...", origin)
     index = DiffusionPipeline.load_config(str(source))
     changed = _other_settings(pipe, index) + [
         name
@@ -350,13 +350,13 @@ def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
         or not _is_as_stored(name, part, source)
     ]
     if not changed:
-        return str(known)
+        return str(origin)
     check_offered(pipe)
     pipeline_logger.info(
         "%s in memory %s different from %s: the pipeline is written to %s, which becomes the run's model.path",
         " and ".join(changed),
         "is" if len(changed) == 1 else "are",
-        known,
+        origin,
         saved,
     )
     pipe.save_config(str(saved))
@@ -395,15 +395,15 @@ def _other_settings(pipe: DiffusionPipeline, index: Mapping[str, Any]) -> list[s
     return changed
 
 
-def _folder(known: str) -> Path | None:
-    """Return the folder with the files of the pipeline `known` (a folder or hub id); None if there is none."""
+def _folder(origin: str) -> Path | None:
+    """Return the folder with the files of the pipeline `origin` (a folder or hub id); None if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     from gerl.model.paths import INDEX
 
-    if known and (Path(known) / INDEX).is_file():
-        return Path(known)
-    cached = try_to_load_from_cache(known, INDEX) if known.count("/") == 1 else None
+    if origin and (Path(origin) / INDEX).is_file():
+        return Path(origin)
+    cached = try_to_load_from_cache(origin, INDEX) if origin.count("/") == 1 else None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
@@ -506,10 +506,10 @@ def scorers_of(reward: object) -> Scorers:
     for name, value in named.items():
         if value != name and not name.isidentifier():
             raise ConfigError(f"reward: {name!r} is not a valid scorer name; use letters, digits and underscores")
-        own = scorers.keys[name] = None if value is None else _keys_of(name, value)
-        if own is not None and callable(function := own.get("function")):
-            del own["function"]
-            own["path"] = f"{PREFIX}{name}"
+        entry = scorers.keys[name] = None if value is None else _keys_of(name, value)
+        if entry is not None and callable(function := entry.get("function")):
+            del entry["function"]
+            entry["path"] = f"{PREFIX}{name}"
             scorers.functions[name] = function
     return scorers
 
@@ -566,14 +566,14 @@ def _merged(key: str, old: Any, new: Any) -> Any:
 
 def _check_names(passed: Mapping[str, Any], beside: Mapping[str, Any], arguments: Mapping[str, str]) -> None:
     """Raise `ConfigError` for unknown keys; those of other programs are listed together with their equivalents."""
-    known = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
+    blocks_known = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
     spelling = partial(_python, arguments=arguments)
-    blocks = {key for key, value in passed.items() if key in known and isinstance(value, Mapping)}
+    blocks = {key for key, value in passed.items() if key in blocks_known and isinstance(value, Mapping)}
     if foreign := {key: value for key, value in passed.items() if key not in blocks and is_foreign(key)}:
-        own = {key: value for key, value in {**beside, **passed}.items() if key not in foreign}
-        raise ConfigError(refusal(foreign, own, spelling))
+        ours = {key: value for key, value in {**beside, **passed}.items() if key not in foreign}
+        raise ConfigError(refusal(foreign, ours, spelling))
     for key, value in passed.items():
-        if key.split(".")[0] not in known:
+        if key.split(".")[0] not in blocks_known:
             near = nearest_key(key)
             hint = f", write {spelling({near: value})}" if near and "." in near else did_you_mean(key)
             raise ConfigError(f"{key}: there is no such key{hint}; {LISTED}")
@@ -585,9 +585,9 @@ def _python(values: Mapping[str, Any], arguments: Mapping[str, str]) -> str:
     def literal(value: Any) -> str:
         return OPEN if value == OPEN else json.dumps(read) if isinstance(read := spelt(value), str) else repr(read)
 
-    own = [f"{arguments[key]}={literal(value)}" for key, value in values.items() if key in arguments]
+    named = [f"{arguments[key]}={literal(value)}" for key, value in values.items() if key in arguments]
     rest = [f"{json.dumps(key)}: {literal(value)}" for key, value in values.items() if key not in arguments]
-    return ", ".join([*own, f"**{{{', '.join(rest)}}}"] if rest else own)
+    return ", ".join([*named, f"**{{{', '.join(rest)}}}"] if rest else named)
 
 
 def plain(value: object) -> Any:

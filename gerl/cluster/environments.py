@@ -56,9 +56,9 @@ def _check_python(path: str) -> None:
     try:
         versions = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True).stdout
     except subprocess.CalledProcessError as error:
-        said = (error.stderr.strip().splitlines() or ["there was no output"])[-1]
+        reason = (error.stderr.strip().splitlines() or ["there was no output"])[-1]
         raise ClusterError(
-            f"{KEY}.python={path} cannot run a scorer ({said}): install gerl there, which installs Ray"
+            f"{KEY}.python={path} cannot run a scorer ({reason}): install gerl there, which installs Ray"
         ) from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(f"{KEY}.python={path} cannot be run ({error}): expected a Python interpreter") from None
@@ -71,9 +71,9 @@ def _check_python(path: str) -> None:
 
 def failure(worker: str, text: str) -> str:
     """Return the message for a failed environment, from the `text` of Ray's exception."""
-    said = text.rpartition("lines of stdout:")[2].strip().splitlines()
-    errors = [line for line in said if re.search(r"error|×|╰|no solution", line, re.IGNORECASE)]
-    reason = " ".join(" ".join(errors or said[-1:]).split())[:SHOWN]
+    lines = text.rpartition("lines of stdout:")[2].strip().splitlines()
+    errors = [line for line in lines if re.search(r"error|×|╰|no solution", line, re.IGNORECASE)]
+    reason = " ".join(" ".join(errors or lines[-1:]).split())[:SHOWN]
     return (
         f"the environment of {worker} could not be created ({reason or 'Ray gives no reason'}): correct {KEY}, or "
         "see runtime_env_setup-*.log in Ray's session folder"

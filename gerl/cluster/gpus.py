@@ -47,10 +47,10 @@ def start_device(device: str) -> None:
             raise _cannot_start(str(error)) from error
 
 
-def _cannot_start(said: str) -> ClusterError:
+def _cannot_start(text: str) -> ClusterError:
     import torch
 
-    first = " ".join(said.split()).split(". ")[0].removesuffix(".")
+    first = " ".join(text.split()).split(". ")[0].removesuffix(".")
     return ClusterError(
         f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot start on {_seen() or 'the GPU'} "
         f"({first}): {INSTALL}, or use cluster.device=cpu"

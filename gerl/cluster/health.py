@@ -55,13 +55,15 @@ def lives() -> bool:
 def rescuing() -> Iterator[None]:
     """Exclude the control service from `check` in the block: workers outlive it long enough to be saved from."""
     global _watched
-    kept = _watched
-    if kept is not None:
-        _watched = Health({name: place for name, place in kept.services.items() if name != CONTROL}, 0.0, kept.every)
+    before = _watched
+    if before is not None:
+        _watched = Health(
+            {name: place for name, place in before.services.items() if name != CONTROL}, 0.0, before.every
+        )
     try:
         yield
     finally:
-        _watched = kept
+        _watched = before
 
 
 @contextlib.contextmanager

@@ -235,33 +235,33 @@ KEPT = 24 * 3600.0  # seconds before the folder of a failed or killed run is rem
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
     """Create a folder for Ray, removed after the block unless an error leaves it, and remove stale ones."""
-    place, kept = _made(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())), True
+    place, succeeded = _made(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())), True
     clean(place.parent)
     with (place / LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until this process ends
         try:
             yield place / RAY
-            kept = False
+            succeeded = False
         except ClusterError:
             logger.info("Ray's logs are kept for a day in %s", place / RAY / "session_latest" / "logs")
             raise
         except Interrupted:
-            kept = False
+            succeeded = False
             raise
         finally:
-            if not kept:
+            if not succeeded:
                 shutil.rmtree(place, ignore_errors=True)
 
 
 def _made(wanted: Path) -> Path:
     bases = [base for base in (wanted.absolute(), Path("/tmp")) if len(os.fsencode(f"{base}{BELOW}")) <= LONGEST]
-    said = "" if wanted.absolute() in bases else f"TMPDIR={wanted} is too long a path for Ray's sockets, and "
+    problems = "" if wanted.absolute() in bases else f"TMPDIR={wanted} is too long a path for Ray's sockets, and "
     for base in bases:
         try:
             return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         except OSError as error:
-            said += f"no folder can be created in {base} ({reason(error)}), and "
-    raise ClusterError(f"{said}Ray needs one: set RAY_TMPDIR to a folder with a short path, or free up space there")
+            problems += f"no folder can be created in {base} ({reason(error)}), and "
+    raise ClusterError(f"{problems}Ray needs one: set RAY_TMPDIR to a folder with a short path, or free up space there")
 
 
 def clean(base: Path) -> None:

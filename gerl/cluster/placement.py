@@ -58,8 +58,8 @@ class Places:
             if group.wait(PATIENCE):
                 return group
             remove_placement_group(group)
-        said = no_room(label, self.share, self.together)
-        raise ClusterError(f"{said}; lower cluster.num_workers or cluster.ranks_per_worker")
+        sentence = no_room(label, self.share, self.together)
+        raise ClusterError(f"{sentence}; lower cluster.num_workers or cluster.ranks_per_worker")
 
 
 def no_room(name: str, share: Mapping[str, float], count: int = 1) -> str:

@@ -59,27 +59,27 @@ def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
     # the first clause of Ray's message: the rest is ids, hints for developers and RPC errors
     text = re.sub(r"\s?\b[0-9a-f]{16,}\b", "", str(error).strip().removeprefix("System error: "))
     clause = re.split(r"\n|[.;:](?:\s|$)", text, maxsplit=1)[0].strip()
-    said, again = ": ".join(filter(None, (type(error).__name__, clause))), AGAIN
+    reason, again = ": ".join(filter(None, (type(error).__name__, clause))), AGAIN
     match error:
         case ray.exceptions.OutOfMemoryError():
             return WorkerDied(
-                f"Ray killed {worker}, because the machine was nearly out of memory ({said}): lower "
+                f"Ray killed {worker}, because the machine was nearly out of memory ({reason}): lower "
                 f"cluster.num_workers, rollout.micro_batch_size or reward.scorers.NAME.replicas, then {again}"
             )
         case ray.exceptions.ObjectStoreFullError():
             return ClusterError(
-                f"Ray's object store has no room for the images of {worker} ({said}): lower "
+                f"Ray's object store has no room for the images of {worker} ({reason}): lower "
                 "rollout.micro_batch_size and validation.micro_batch_size, or give /dev/shm more space, then "
                 f"{again}"
             )
         case ray.exceptions.OutOfDiskError():
-            return ClusterError(f"the disk with Ray's session folder is full ({said}): free space, then {again}")
+            return ClusterError(f"the disk with Ray's session folder is full ({reason}): free space, then {again}")
         case ray.exceptions.RuntimeEnvSetupError():
             return ClusterError(failure(worker, str(error)))
         case ray.exceptions.RayActorError():  # also raised if the call only depends on a call of a dead worker
             killed = "; the system kills processes silently when memory runs out" if "OOM" in str(error) else ""
-            return WorkerDied(f"{worker} died ({said}{killed}): its log is in Ray's session folder; {again}")
+            return WorkerDied(f"{worker} died ({reason}{killed}): its log is in Ray's session folder; {again}")
         case ray.exceptions.ObjectLostError() | ray.exceptions.NodeDiedError():  # its machine is gone
-            return WorkerDied(f"the answer of {worker} was lost with its machine ({said}): {again}")
+            return WorkerDied(f"the answer of {worker} was lost with its machine ({reason}): {again}")
         case _:
-            return ClusterError(f"Ray lost the answer of {worker} ({said}): {again}")
+            return ClusterError(f"Ray lost the answer of {worker} ({reason}): {again}")

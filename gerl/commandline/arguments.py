@@ -81,14 +81,14 @@ class Parser(Generic[T]):
 
     def values(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """As `parse`, but the keys that are given, by name; a named one as a list of (NAME or None, value)."""
-        own = {option.name: option for option in self._keys()}
+        options = {option.name: option for option in self._keys()}
         entries_of: dict[str, list[tuple[str | None, object]]] = {}
         overrides: list[str] = []
         if self.composes:
             from gerl.commandline.composition import OUT, with_folder, without_options  # in here: it imports Hydra
 
             arguments = without_options(arguments)
-            if self.rest and OUT not in own:
+            if self.rest and OUT not in options:
                 arguments = with_folder(arguments)
         # one beside an option with dashes may be the value of that
         if not any(a.startswith("-") and "=" not in a for a in arguments):
@@ -97,11 +97,11 @@ class Parser(Generic[T]):
         for argument in arguments:
             name, equals, text = argument.partition("=")
             base, _, inner = name.partition(".")
-            if equals and base in own and (name == base or (inner and _is_named(own[base]))):
+            if equals and base in options and (name == base or (inner and _is_named(options[base]))):
                 entries = entries_of.setdefault(base, [])
-                if inner in dict(entries) or (entries and not _is_named(own[base])):
+                if inner in dict(entries) or (entries and not _is_named(options[base])):
                     raise ConfigError(f"{name} is given twice: keep one")
-                entries.append((inner or None, self._value(own[base], name, text)))
+                entries.append((inner or None, self._value(options[base], name, text)))
             elif self.rest or self._is_passed(name.lstrip("+~")):
                 overrides.append(argument)
             else:
@@ -110,10 +110,10 @@ class Parser(Generic[T]):
                 there = f"it has {', '.join(self._known())}" + (f" and {blocks}" if blocks else "")
                 hint = f"did you mean {near!r}?" if near else there
                 raise ConfigError(f"{name}: {self.name} has no such key; {hint}")
-        for option in own.values():
+        for option in options.values():
             if option.metadata["required"] and option.name not in entries_of:
                 raise ConfigError(f"{option.name} is missing: give {_advice(option)}; --help shows all")
-        values = {name: entries if _is_named(own[name]) else entries[0][1] for name, entries in entries_of.items()}
+        values = {name: entries if _is_named(options[name]) else entries[0][1] for name, entries in entries_of.items()}
         return values, overrides
 
     @property

@@ -103,8 +103,8 @@ def watching(run_dir: Path) -> str:
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
     installed = shutil.which("gerl")
-    own = installed is not None and Path(installed).parent == Path(sys.executable).parent
-    program = "gerl watch" if own else f"{python} -m gerl.watch"
+    is_installed = installed is not None and Path(installed).parent == Path(sys.executable).parent
+    program = "gerl watch" if is_installed else f"{python} -m gerl.watch"
     return f"{program} run={shlex.quote(str(run_dir))}"
 
 

@@ -54,7 +54,7 @@ ENDLESS = "a value has endlessly nested mappings or lists: use fewer"
 
 
 def compose_files(chosen: Sequence[str], overrides: Sequence[Override], replacing: bool = True) -> DictConfig:
-    """Compose the `chosen` files with the Hydra settings in `given`; raises `ConfigError`.
+    """Compose the `chosen` files with the Hydra settings in `overrides`; raises `ConfigError`.
 
     `replacing`: the scorers of a file of the user replace those of its `defaults`; else they are merged.
     """
@@ -159,8 +159,8 @@ def _missing(file: str, chosen: Sequence[str]) -> str:
     if group == "hydra":
         kind, _, name = name.partition("/")
         return f"hydra/{kind}={name}: Hydra has no such {kind} here; install its plugin, or remove it"
-    own = next((o for o in chosen if not o.endswith(f"={name}")), "")
-    where = f"{own}, in its defaults: " if own else ""
+    setting = next((o for o in chosen if not o.endswith(f"={name}")), "")
+    where = f"{setting}, in its defaults: " if setting else ""
     return where + (no_such(group, name) if group in CHOICES else f"there is no file {file}; correct the name")
 
 
@@ -316,8 +316,8 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
     """Read the origin and the folder of the run from a command line; nothing else is checked."""
     keys = frozenset(map(key_of, with_folder(overrides)))  # not the experiment that is understood
     overrides = normal(overrides)
-    kept = [o for o in overrides if not o.startswith("~")]  # the resumed run may not have the key
-    parsed = _compose(kept)
+    set_overrides = [o for o in overrides if not o.startswith("~")]  # the resumed run may not have the key
+    parsed = _compose(set_overrides)
     block = parsed.values.get("checkpoint")
     resume = block.get("resume", "never") if isinstance(block, dict) else "never"  # its error is raised later
     if not isinstance(resume, str) or not resume.strip():
@@ -325,7 +325,7 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
             f"checkpoint.resume={json.dumps(resume, default=str)}: expected auto, never, or the folder of a run or "
             "of one of its checkpoints"
         )
-    return dataclasses.replace(parsed, resume=resume, given=keys, whole=len(kept) == len(overrides))
+    return dataclasses.replace(parsed, resume=resume, given=keys, whole=len(set_overrides) == len(overrides))
 
 
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
@@ -333,23 +333,23 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
     overrides = normal(overrides)
     check_arguments(overrides)
     left_out = (*CHOICES, RUN_DIR, "checkpoint.resume")
-    kept = [override for override in overrides if key_of(override) not in left_out]
+    chosen = [override for override in overrides if key_of(override) not in left_out]
     values = deepcopy({block: {**entries, **settings.get(block, {})} for block, entries in defaults().items()})
-    set_keys(values, [read(override) for override in kept], again=True)
+    set_keys(values, [read(override) for override in chosen], again=True)
     if isinstance(scorers := values["reward"]["scorers"], dict):  # a reward given again leaves what is watched
-        lost = _lost(settings.get("reward", {}).get("scorers", {}), values, kept)
+        lost = _lost(settings.get("reward", {}).get("scorers", {}), values, chosen)
         scorers |= {name: scorer for name, scorer in lost.items() if stays_watched(scorer)}
     values = resolved(values, OmegaConf.create())
     settle_sampler(values)
-    return _config(values, kept)
+    return _config(values, chosen)
 
 
 def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
     """Normalise the arguments: `out=` becomes the folder, another model than that of the signs demo selects plain."""
     arguments = with_folder(overrides, folder)
-    own, chosen = load_own_algorithm(arguments), {key_of(o) for o in arguments} & set(CHOICES)
-    if own is not None and not chosen:
-        arguments = [f"algorithm={registry.preset_of(own)}", *arguments]
+    algorithm, chosen = load_own_algorithm(arguments), {key_of(o) for o in arguments} & set(CHOICES)
+    if algorithm is not None and not chosen:
+        arguments = [f"algorithm={registry.preset_of(algorithm)}", *arguments]
     models = [o.partition("=")[2] for o in arguments if o.startswith("model.path=")]
     named = any(key_of(o) == "experiment" for o in arguments)
     if not models or named or default_experiment(models[0]) == default_experiment(None):
@@ -456,9 +456,9 @@ def _other_scorers(config: Config, experiment: str, overrides: Sequence[str]) ->
     keys = [key_of(override) for override in overrides if not override.startswith("~")]
     named = [key.split(".")[2] for key in keys if key.startswith(f"{WHOLE}.")]
     named = [name for name in dict.fromkeys(named) if name in config.reward.scorers]
-    own = [name for name in named if config.reward.scorers[name].path is not None]
+    custom = [name for name in named if config.reward.scorers[name].path is not None]
     others = [name for name, scorer in config.reward.scorers.items() if name not in named and scorer.weight]
-    if "experiment" in keys or WHOLE in keys or not own or not others:
+    if "experiment" in keys or WHOLE in keys or not custom or not others:
         return ""
     default = dataclasses.asdict(ScorerConfig())
     scorers = {name: dataclasses.asdict(config.reward.scorers[name]) for name in named}
@@ -547,11 +547,11 @@ def _plain(path: Path) -> str:
     return re.sub(r"[^\w.-]", "_", path.stem)
 
 
-def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple[Path, str]]) -> None:
-    """Register a file as `group/name` with Hydra, and the user's files in its `defaults`; `known`: those done."""
-    if (path, name) in known:
+def _make_known(path: Path, group: str, name: str, where: str, groups: list[tuple[Path, str]]) -> None:
+    """Register a file as `group/name` with Hydra, and the user's files in its `defaults`; `groups`: those done."""
+    if (path, name) in groups:
         return
-    known.append((path, name))
+    groups.append((path, name))
     content = read_yaml(path, where)
     if group == "experiment":
         for key in ("experiment", "preset"):  # `config.yaml` of a run names its origin by them
@@ -566,9 +566,9 @@ def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple
         for key, value in [(str(key), value) for key, value in pairs if isinstance(value, str)]:
             place = key.removeprefix("override ").strip("/") or group
             if value.endswith(SUFFIXES):
-                defaults[i] = _by_path(value, key, place, path, where, known)
+                defaults[i] = _by_path(value, key, place, path, where, groups)
             elif value != "_self_":
-                _by_name(value, place, path, group, known)
+                _by_name(value, place, path, group, groups)
     own_scorers = group == "experiment" and OmegaConf.select(content, "reward.scorers") is not None
     if own_scorers and isinstance(defaults, ListConfig):  # they replace those of its `defaults`
         after = [i for i, e in enumerate(defaults) if e == "_self_" or str(next(iter(e))).startswith("override ")]
@@ -576,24 +576,24 @@ def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple
     ConfigStore.instance().store(name, content, group=group, package="_global_")
 
 
-def _by_path(value: str, key: str, place: str, path: Path, where: str, known: list[tuple[Path, str]]) -> Any:
+def _by_path(value: str, key: str, place: str, path: Path, where: str, groups: list[tuple[Path, str]]) -> Any:
     """Register a file whose path, relative to the file `path`, is an entry of `defaults`; return the new entry."""
     file = (path.parent / Path(value).expanduser()).absolute()
     if not file.is_file():
         raise ConfigError(f"{where}: defaults lists {value}, but there is no such file {file}; correct the path there")
     name = f"{_plain(file)}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # gerl may have one of that name
-    _make_known(file, place, name, str(file), known)
+    _make_known(file, place, name, str(file), groups)
     return {key: name} if key else name
 
 
-def _by_name(value: str, place: str, path: Path, group: str, known: list[tuple[Path, str]]) -> None:
+def _by_name(value: str, place: str, path: Path, group: str, groups: list[tuple[Path, str]]) -> None:
     """Register the user's file that an entry of the `defaults` of the file `path` names, if gerl has none."""
     other, _, name = value.lstrip("/").rpartition("/")
     other = other or place
     folders = (path.parent,) if other == group else (path.parent / other, path.parents[1] / other)
     files = (folder / f"{name}{suffix}" for folder in folders for suffix in SUFFIXES)
     if name not in shipped(other) and (file := next((f for f in files if f.is_file()), None)) is not None:
-        _make_known(file, other, name, str(file), known)
+        _make_known(file, other, name, str(file), groups)
 
 
 def default_experiment(model: str | None) -> str:
@@ -630,10 +630,10 @@ def no_such(group: str, value: str) -> str:
     near = near_names(value, names)
     if group == "experiment" and Path(value + ".yaml").is_file():
         near = [f"{value}.yaml"]
-    if known := other_value(group, value):
-        return f"{group}={value}: there is no such {group}{known}; --help lists all"
-    own = ", or give the path of your own .yaml file" if group == "experiment" else ""
-    hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{own}"
+    if other := other_value(group, value):
+        return f"{group}={value}: there is no such {group}{other}; --help lists all"
+    or_file = ", or give the path of your own .yaml file" if group == "experiment" else ""
+    hint = f"did you mean {either(near)}; --help lists all" if near else f"choose one of {', '.join(names)}{or_file}"
     return f"{group}={value}: there is no such {group}; {hint}"
 
 

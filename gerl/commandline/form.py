@@ -63,8 +63,8 @@ def _check_names(arguments: Sequence[str], nearest: Nearest) -> None:
     own_of_hydra = ("hydra.", "hydra/")  # a launcher's keys may be called like those of another program
     foreign = {n: value for n, _, value in pairs if not n.startswith(own_of_hydra) and _is_taken(n, nearest)}
     if foreign:
-        own = {name: value for name, _, value in pairs if name not in foreign}
-        raise ConfigError(refusal(foreign, own))
+        ours = {name: value for name, _, value in pairs if name not in foreign}
+        raise ConfigError(refusal(foreign, ours))
 
 
 def _is_taken(name: str, nearest: Nearest) -> bool:
@@ -106,9 +106,9 @@ def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> s
             written += [shlex.quote(f"{part}={text or 'VALUE'}") for part in key.split()]
     if not foreign:
         return f"{' '.join(dashed)}: drop the dashes, write {' '.join(written)}; --help lists the keys"
-    own = dict(argument.split("=", 1) for argument in arguments if _is_assignment(argument))
-    said = advice(foreign, own, first=" ".join(written))
-    return f"{' '.join(dashed)}: {'drop the dashes, ' if said.startswith('write ') else ''}{said}"
+    ours = dict(argument.split("=", 1) for argument in arguments if _is_assignment(argument))
+    hint = advice(foreign, ours, first=" ".join(written))
+    return f"{' '.join(dashed)}: {'drop the dashes, ' if hint.startswith('write ') else ''}{hint}"
 
 
 def _is_value(argument: str) -> bool:
@@ -152,21 +152,21 @@ def _place(error: yaml.MarkedYAMLError, path: Path) -> str:
 def near_names(name: str, names: Sequence[str]) -> list[str]:
     """Return at most three of `names` similar to `name`: by words, else by spelling, or containing it."""
     words = _words(name)
-    same = [known for known in names if words and "".join(words) == "".join(_words(known))]
-    if same := same or [known for known in names if words and _has(words, _words(known))]:
+    same = [candidate for candidate in names if words and "".join(words) == "".join(_words(candidate))]
+    if same := same or [candidate for candidate in names if words and _has(words, _words(candidate))]:
         return same[:3]
     numbers = {word for word in words if len(word) > 1 and word.isdigit()}  # another number, another thing
     near = [k for k in difflib.get_close_matches(name.lower(), names, n=3) if numbers <= set(_words(k))]
-    return near or [known for known in names if name and name.lower() in known][:3]
+    return near or [candidate for candidate in names if name and name.lower() in candidate][:3]
 
 
 def _words(name: str) -> list[str]:
     return re.findall(r"[a-z]+|\d+", name.lower())
 
 
-def _has(words: Sequence[str], known: Sequence[str]) -> bool:
-    """Whether `known` contains all of `words` or words beginning with them, in order."""
-    rest = iter(known)
+def _has(words: Sequence[str], words_of_name: Sequence[str]) -> bool:
+    """Whether `words_of_name` contains all of `words` or words beginning with them, in order."""
+    rest = iter(words_of_name)
     return all(any(other.startswith(word) for other in rest) for word in words)
 
 

@@ -35,8 +35,8 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         rows = _every_key()
     else:
         presets = [f"algorithm={name}" for name in shipped("algorithm")]
-        own = [argument for argument in arguments if argument.startswith("algorithm.path=")][-1:]
-        chosen = own or [argument for argument in arguments if argument in presets][-1:] or ["algorithm=awm_fast"]
+        paths = [argument for argument in arguments if argument.startswith("algorithm.path=")][-1:]
+        chosen = paths or [argument for argument in arguments if argument in presets][-1:] or ["algorithm=awm_fast"]
         lines.append(f"The most used keys, with their defaults under {chosen[0]}; an experiment changes some of them.")
         lines.append("  --help algorithm=NAME  those of another algorithm, or of algorithm.path=FILE.py")
         lines.append("  --help all             every key")
@@ -58,7 +58,7 @@ def _choices(name: str, kind: Any) -> str:
 
 
 def _most_used(preset: str) -> Iterator[tuple[str, Field, object, str]]:
-    presets = [f"algorithm={registry.preset_of(own)}"] if (own := load_own_algorithm([preset])) else []
+    presets = [f"algorithm={registry.preset_of(algorithm)}"] if (algorithm := load_own_algorithm([preset])) else []
     chosen = ["experiment=plain", *presets, preset]
     config, sampling = compose_run(chosen).config, asked_for(chosen).values["sampling"]
     own_keys = vars(type(config.algorithm)).get("__annotations__", {}) if config.algorithm.path else ()
@@ -78,10 +78,10 @@ def _every_key() -> Iterator[tuple[str, Field, object, str]]:
             continue
         variants: dict[tuple[str, str], tuple[Field, list[str]]] = {}
         for algorithm, cls in ALGORITHMS.items():
-            for own in (own for own in resolved_fields(cls.config_class) if own.name == leaf):
-                variants.setdefault((own.metadata["help"], str(_default(own))), (own, []))[1].append(algorithm)
-        for own, readers in variants.values():
-            yield name, own, _default(own), f" [{', '.join(readers)}]" if len(readers) < len(ALGORITHMS) else ""
+            for field in (field for field in resolved_fields(cls.config_class) if field.name == leaf):
+                variants.setdefault((field.metadata["help"], str(_default(field))), (field, []))[1].append(algorithm)
+        for field, readers in variants.values():
+            yield name, field, _default(field), f" [{', '.join(readers)}]" if len(readers) < len(ALGORITHMS) else ""
 
 
 def _default(f: Field) -> object:

@@ -45,14 +45,14 @@ def settle_sampler(values: dict[str, Any]) -> str:
 
 
 def _settle_role(keys: dict[str, Any], choices: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Set what `auto` becomes for a role; `given`, `model`: the run's own, which hold where `keys` has none."""
+    """Set what `auto` becomes for a role; `choices`, `model`: the run's own, which hold where `keys` has none."""
     blocks = {block: keys.get(block) for block in ("model", "sampling")}
     parts = ((block, part) for block, part in blocks.items() if isinstance(part, dict))
-    own = {f"{block}.{key}": value for block, part in parts for key, value in part.items()}
-    own |= {key: value for key, value in keys.items() if key not in blocks}
-    usual = choices if "model.path" in own else {}
-    sampling = {key: own.get(f"sampling.{key}", usual.get(key)) for key in CHOICES}
-    its_model = {key: own.get(f"model.{key}", model.get(key)) for key in ("path", "parts")}
+    of_role = {f"{block}.{key}": value for block, part in parts for key, value in part.items()}
+    of_role |= {key: value for key, value in keys.items() if key not in blocks}
+    usual = choices if "model.path" in of_role else {}
+    sampling = {key: of_role.get(f"sampling.{key}", usual.get(key)) for key in CHOICES}
+    its_model = {key: of_role.get(f"model.{key}", model.get(key)) for key in ("path", "parts")}
     keys |= {f"sampling.{key}": value for key, value in _chosen(sampling, its_model)[0].items()}
 
 
@@ -89,8 +89,8 @@ def read_scheduler(path: str, parts: object = None, fetched: bool = False) -> Sc
     """
     if (pipe := objects.pipeline(path)) is not None:
         part = getattr(pipe, "scheduler", None)
-        own = {**getattr(part, "config", {}), "_class_name": type(part).__name__}
-        return None if part is None else Scheduler.read(own, type(pipe).__name__)
+        values = {**getattr(part, "config", {}), "_class_name": type(part).__name__}
+        return None if part is None else Scheduler.read(values, type(pipe).__name__)
     source = parts.get("scheduler", path) if isinstance(parts, Mapping) else path
     recorded = None if _folder(path) else _recorded().get(path)
     if recorded is not None and source == path:

@@ -111,13 +111,13 @@ def sources(given: object, name: str, weighted: bool = True) -> list[Source]:
 
 def _source(entry: object, name: str, weighted: bool) -> Source:
     values = {"path": entry} if isinstance(entry, str) else entry
-    known = ENTRY if weighted else tuple(k for k in ENTRY if k != "weight")
+    allowed = ENTRY if weighted else tuple(k for k in ENTRY if k != "weight")
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name}={shown(entry)}: an entry must be a string or a mapping, such as {{path: a.txt}}")
     for k in values:
-        if k not in known:
+        if k not in allowed:
             why = ": held-out prompts have no weights, each is sampled once" if k == "weight" else ""
-            raise ConfigError(f"{name} has an entry with {k}{why}; allowed are {', '.join(known)}")
+            raise ConfigError(f"{name} has an entry with {k}{why}; allowed are {', '.join(allowed)}")
     for k in ("path", "prompt_key", "data_source", "template"):
         value = values.get(k)
         if (k == "path" or value is not None) and not (isinstance(value, str) and value.strip()):

@@ -57,12 +57,12 @@ def unknown_keys(settings: Mapping[str, Any]) -> list[str]:
     """Return the keys of a `config.yaml` that no longer exist; a block that is not a mapping counts as a key."""
     block = settings.get("algorithm")
     is_data = isinstance(block, Mapping) and not is_trusted(block.get("path"))  # its own keys are not known
-    known = {key for key, _ in keys(None if is_data else settings_class(block))}
+    names = {key for key, _ in keys(None if is_data else settings_class(block))}
     values = flat_settings(settings)
     return [
         key
         for key in values
-        if re.sub(r"^(reward\.scorers)\.[^.]+", r"\1.NAME", key) not in known
+        if re.sub(r"^(reward\.scorers)\.[^.]+", r"\1.NAME", key) not in names
         and not (is_data and key.startswith("algorithm."))
     ]
 

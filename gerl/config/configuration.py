@@ -68,8 +68,12 @@ class Config:
     @property
     def judges(self) -> bool:
         """Whether the base model judges held-out images (`guard.judge`)."""
-        known = self.model.train == "lora" or not self.algorithm.moves_reference  # else the base weights are not kept
-        return self.guard.judge == "base" and self.guard.action != "off" and self.validation.data is not None and known
+        has_base = (
+            self.model.train == "lora" or not self.algorithm.moves_reference
+        )  # else the base weights are not kept
+        return (
+            self.guard.judge == "base" and self.guard.action != "off" and self.validation.data is not None and has_base
+        )
 
     @property
     def needs_base(self) -> bool:
@@ -141,10 +145,10 @@ class Config:
 def described(config: Config, preset: str = "") -> str:
     """Describe a run in one line, as in the log; `preset`: the name by which the algorithm was selected."""
     sampling, model = config.sampling, config.model
-    own = "the pipeline's own"
-    sides = [own if side is None else str(side) for side in (sampling.height, sampling.width)]
-    size = f"{own} size" if sampling.height is sampling.width is None else " x ".join(sides) + " (height x width)"
-    guidance = f"{own} guidance" if sampling.guidance_scale is None else f"guidance {sampling.guidance_scale:g}"
+    usual = "the pipeline's own"
+    sides = [usual if side is None else str(side) for side in (sampling.height, sampling.width)]
+    size = f"{usual} size" if sampling.height is sampling.width is None else " x ".join(sides) + " (height x width)"
+    guidance = f"{usual} guidance" if sampling.guidance_scale is None else f"guidance {sampling.guidance_scale:g}"
     layers = model.lora_targets or "attention and feed-forward layers"
     trained = f"LoRA rank {model.lora_rank} on {layers}" if model.train == "lora" else f"model.train={model.train}"
     scorers = config.reward.scorers.items()

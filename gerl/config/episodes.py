@@ -80,15 +80,15 @@ class EpisodeConfig(Block):
         acting = [turn.role for turn in self.parsed]
         if idle := [name for name in self.roles if name not in acting]:
             raise ConfigError(f"episode.roles.{idle[0]}: no turn has this role; remove it, or add a turn")
-        own = list(dict.fromkeys(name for name in acting if name not in self.roles))
-        if len(own) != 1:
-            known = ", ".join(own) or "none"
+        unnamed = list(dict.fromkeys(name for name in acting if name not in self.roles))
+        if len(unnamed) != 1:
+            listed = ", ".join(unnamed) or "none"
             raise ConfigError(
                 "episode.turns: exactly one role is the run's own, with the keys of the run, and is not in "
-                f"episode.roles; here {known}: name the others there"
+                f"episode.roles; here {listed}: name the others there"
             )
         for turn in self.parsed:
-            if turn.images is not None and turn.role == own[0]:
+            if turn.images is not None and turn.role == unnamed[0]:
                 raise ConfigError(
                     f"episode.turns: {turn.role} has the keys of the run; set rollout.n instead of images"
                 )
@@ -100,10 +100,10 @@ class EpisodeConfig(Block):
         if self.is_text(acting[-1]):
             raise ConfigError(f"episode.turns: no turn samples images of the prompts of {acting[-1]}; add one")
         images = [turn for turn in self.parsed if not self.is_text(turn.role)]
-        if images[0].role != own[0]:
+        if images[0].role != unnamed[0]:
             raise ConfigError(
                 f"episode.turns: {images[0].role} samples the first images and is in episode.roles, but the run's own "
-                f"role does that; give its keys to the run, and those of {own[0]} to episode.roles"
+                f"role does that; give its keys to the run, and those of {unnamed[0]} to episode.roles"
             )
         if self.returns != "turn" and len(images) > 1 and self.next != "each":
             raise ConfigError(

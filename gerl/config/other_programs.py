@@ -60,8 +60,8 @@ def elsewhere(name: str, keys: Collection[str] = ()) -> str | None:
     """
     if name.startswith(FREE) or absent(name):
         return None
-    known = (end if end in keys else MEANING.get(end) for end in ends(name))
-    return next((key for key in known if key), None)
+    candidates = (end if end in keys else MEANING.get(end) for end in ends(name))
+    return next((key for key in candidates if key), None)
 
 
 def absent(name: str) -> str | None:
@@ -141,20 +141,20 @@ def _whole(value: float) -> Any:
     return int(value) if float(value).is_integer() else value
 
 
-def _updates(whole: float | None, part: Any, said: str) -> Any:
+def _updates(whole: float | None, part: Any, quantity: str) -> Any:
     """Return `actor.updates_per_step` as the quotient of whole and part, or the reason why it is unknown."""
     size = _number(part)
     if size is None or size <= 0 or whole is None:
-        return Why(f"VALUE is {said} / {{}}", "actor.updates_per_step")
+        return Why(f"VALUE is {quantity} / {{}}", "actor.updates_per_step")
     if whole % size:
-        return Why(f"VALUE is {said} / {{}}, which is not an integer", "actor.updates_per_step")
+        return Why(f"VALUE is {quantity} / {{}}, which is not an integer", "actor.updates_per_step")
     return {"actor.updates_per_step": int(whole // size)}
 
 
-def _prompts_per_step(images: float | None, each: float | None, said: str) -> Any:
+def _prompts_per_step(images: float | None, each: float | None, quantity: str) -> Any:
     if images is not None and each and images % each == 0:
         return {"rollout.prompts_per_step": int(images // each)}
-    return Why(f"VALUE is {{}} {said} / images of a prompt", "rollout.prompts_per_step")
+    return Why(f"VALUE is {{}} {quantity} / images of a prompt", "rollout.prompts_per_step")
 
 
 def _product(*factors: float | None) -> float | None:

@@ -30,8 +30,8 @@ def from_mapping(values: dict[str, Any]) -> Config:
     except UnknownAlgorithm as error:
         *names, last = map(repr, ALGORITHMS)
         (wrong,) = error.args
-        known = other_value("algorithm", wrong)
-        raise ConfigError(f"algorithm.name={shown(wrong)}: it must be {', '.join(names)} or {last}{known}") from None
+        hint = other_value("algorithm", wrong)
+        raise ConfigError(f"algorithm.name={shown(wrong)}: it must be {', '.join(names)} or {last}{hint}") from None
     except ValidationError as error:
         if foreign := _foreign(error.errors()):
             raise ConfigError(refusal(foreign, {})) from None
@@ -61,24 +61,26 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 Spelling = Callable[[Mapping[str, Any]], str]
 
 
-def refusal(names: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None) -> str:
-    """Return the error message for keys of other programs, next to gerl's `own`; `spelling` formats keys and values."""
+def refusal(names: Mapping[str, Any], ours: Mapping[str, Any], spelling: Spelling | None = None) -> str:
+    """Return the error message for keys of other programs, next to gerl's, `ours`; `spelling` formats keys and values."""
     *others, last = names
     named = f"{', '.join(others)} and {last} are keys" if others else f"{last}: a key"
-    return f"{named} of another program: {advice(names, own, spelling)}"
+    return f"{named} of another program: {advice(names, ours, spelling)}"
 
 
-def advice(values: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None, first: str = "") -> str:
+def advice(
+    values: Mapping[str, Any], ours: Mapping[str, Any], spelling: Spelling | None = None, first: str = ""
+) -> str:
     """Return the translation of other programs' keys, preceded by `first`, with reasons."""
-    answer = answered(values, own)
+    answer = answered(values, ours)
     lines = " ".join(filter(None, [first, (spelling or typed)(answer.written)]))
-    said = [f"write {lines}"] if lines else []
-    said += [f"remove {', '.join(answer.idle)}"] if answer.idle else []
+    parts = [f"write {lines}"] if lines else []
+    parts += [f"remove {', '.join(answer.idle)}"] if answer.idle else []
     reasons: dict[str, list[str]] = {}
     for name, reason in answer.why.items():
         reasons.setdefault(reason, []).append(name)
-    said += [f"{', '.join(names)}: {why}" if [*values] != names else why for why, names in reasons.items()]
-    return f"{'; '.join(said)}; {LISTED}, docs/migrate compares them"
+    parts += [f"{', '.join(names)}: {why}" if [*values] != names else why for why, names in reasons.items()]
+    return f"{'; '.join(parts)}; {LISTED}, docs/migrate compares them"
 
 
 def typed(values: Mapping[str, Any]) -> str:
@@ -101,10 +103,10 @@ def flow(value: Any) -> str:
 
 def _check_booleans(values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a boolean instead of a number or vice versa, which pydantic would convert."""
-    known = dict(keys(settings_class(values["algorithm"])))
+    field_of = dict(keys(settings_class(values["algorithm"])))
     for name, value in flat_settings(values).items():
         scorer = re.fullmatch(r"reward\.scorers\.([^.]+)\.(\w+)", name)
-        f = known.get(f"reward.scorers.NAME.{scorer[2]}" if scorer else name)
+        f = field_of.get(f"reward.scorers.NAME.{scorer[2]}" if scorer else name)
         if f is not None and _is_boolean(value) != _is_boolean(f.type) and not fits(value, f.type, spelled=True):
             raise ConfigError(f"{name}={shown(value)}: it must be {kind_words(f.type)}")
 
@@ -124,11 +126,11 @@ def _sentence(first: ErrorDetails, values: Mapping[str, Any]) -> str:
     name = ".".join(location)
     if first["type"] != "unexpected_keyword_argument":
         return f"{name}={shown(first['input'])}: {expected(first, name)}{other_value(name, first['input'])}"
-    own = location[0] == "algorithm"
-    if own and (able := readers(location[-1])):
+    of_algorithm = location[0] == "algorithm"
+    if of_algorithm and (able := readers(location[-1])):
         text = first["input"] if isinstance(first["input"], str) else shown(first["input"])
         return f"{name}={text:.200}: {values['algorithm']['name']} does not read it, only {', '.join(able)}; remove it"
-    near = did_you_mean(name, settings_class(values["algorithm"]) if own else None)
+    near = did_you_mean(name, settings_class(values["algorithm"]) if of_algorithm else None)
     return f"{name}: there is no such key{near}; {LISTED}"
 
 

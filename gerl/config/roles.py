@@ -73,8 +73,8 @@ def check_roles(config: Config) -> None:
 def _check_scorers(config: Config) -> None:
     turns, episode = config.episode.parsed, config.episode
     for name, scorer in config.reward.scorers.items():
-        known: dict[str, list[Any]] = {"turns": list(range(len(turns))), "roles": episode.all_roles}
-        for column, values in known.items():
+        allowed: dict[str, list[Any]] = {"turns": list(range(len(turns))), "roles": episode.all_roles}
+        for column, values in allowed.items():
             if unknown := [value for value in getattr(scorer, column) or () if value not in values]:
                 there = ", ".join(map(str, values)) or "no turns"
                 raise ConfigError(
@@ -95,5 +95,5 @@ def _check_scorers(config: Config) -> None:
 def signature(config: Config, role: str) -> str:
     """Return a text that is equal for roles whose base model is loaded in the same way."""
     model = role_config(config, role).model
-    own = ("lora", "merge_lora", "lora_rank", "lora_alpha", "lora_targets")
-    return json.dumps({k: v for k, v in asdict(model).items() if k not in own}, default=str)
+    of_lora = ("lora", "merge_lora", "lora_rank", "lora_alpha", "lora_targets")
+    return json.dumps({k: v for k, v in asdict(model).items() if k not in of_lora}, default=str)

@@ -28,8 +28,8 @@ class Answer:
     idle: list[str] = field(default_factory=list)  # keys that need no translation
 
 
-def answered(values: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
-    """Translate other programs' keys, given next to gerl's `own`, and note algorithm keys that are not read."""
+def answered(values: Mapping[str, Any], ours: Mapping[str, Any]) -> Answer:
+    """Translate other programs' keys, given next to gerl's, `ours`, and note algorithm keys that are not read."""
     answer, everything = Answer(), ForeignKeys(values)
     sources: dict[str, str] = {}
     for name, value in values.items():
@@ -40,16 +40,16 @@ def answered(values: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
         if not lines and name not in answer.why:
             answer.idle.append(name)
         for key, meant in lines.items():
-            before = answer.written.get(key, own.get(key, meant))
-            if key in own and plain(own[key]) != plain(meant):
-                answer.why[name] = f"{key}={_text(own[key])} is already given"
+            before = answer.written.get(key, ours.get(key, meant))
+            if key in ours and plain(ours[key]) != plain(meant):
+                answer.why[name] = f"{key}={_text(ours[key])} is already given"
             elif plain(before) != plain(meant) and OPEN not in (before, meant):
                 answer.written[key] = OPEN
                 answer.why[key] = f"{sources[key]} and {name} mean the same; choose one value"
             elif before == OPEN or key not in answer.written:
                 answer.written[key] = meant
                 sources[key] = name
-    chosen = str(own.get("algorithm", answer.written.get("algorithm", "")))
+    chosen = str(ours.get("algorithm", answer.written.get("algorithm", "")))
     used = [chosen] if chosen in ALGORITHMS else ["flow_grpo", "awm"]  # the default algorithms
     for key in [key for key in answer.written if key.startswith("algorithm.")]:
         able = readers(key.partition(".")[2])
@@ -125,16 +125,16 @@ def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> s
     if near := nearest_key(name, algorithm):
         return f", did you mean {' and '.join(map(repr, near.split()))}"
     block, scorer = _block(name)
-    leaves = [known.rpartition(".")[2] for known, _ in keys(algorithm) if known.rpartition(".")[0] == block]
+    leaves = [key.rpartition(".")[2] for key, _ in keys(algorithm) if key.rpartition(".")[0] == block]
     return f"; {block.replace('NAME', scorer)} has {', '.join(leaves)}" if block and leaves else ""
 
 
 def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str | None:
     """Return the key nearest to `name`: itself, or gerl's for another program's (several with spaces); None if none."""
-    names = [known for known, _ in keys(algorithm)]
+    names = [key for key, _ in keys(algorithm)]
     block, scorer = _block(name)
     leaf = name.rpartition(".")[2].lower()
-    leaves = [known.rpartition(".")[2] for known in names if block and known.rpartition(".")[0] == block]
+    leaves = [key.rpartition(".")[2] for key in names if block and key.rpartition(".")[0] == block]
     meant = elsewhere(name, names)
     if meant and meant.startswith("algorithm.") and not set(meant.split()) <= set(names):
         meant = None  # the selected algorithm does not read it
@@ -145,31 +145,31 @@ def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> st
         if meant and (not near or name.lower() in others.MEANING or meant.startswith(f"{block}.")):
             return meant
         return f"{block}.{near[0]}".replace("NAME", scorer) if near else None
-    inside = [known for known in names if not block and known.rpartition(".")[2] == leaf]
+    inside = [key for key in names if not block and key.rpartition(".")[2] == leaf]
     if meant and (not inside or name.lower() in others.MEANING):
         return meant
     if inside:
         return inside[0]
-    candidates = {known: known for known in names}
+    candidates = {key: key for key in names}
     if not block:  # a block, or the last part of a key
-        candidates = {known.rpartition(".")[2]: known for known in reversed(names)}
-        candidates |= {known: known for known in {known.split(".")[0] for known in names}}
+        candidates = {key.rpartition(".")[2]: key for key in reversed(names)}
+        candidates |= {key: key for key in {key.split(".")[0] for key in names}}
     near = difflib.get_close_matches(name.lower(), sorted(candidates), n=1)
     if near:
         return candidates[near[0]]
-    return next((known for known in names if block and known.rpartition(".")[2] == leaf), None)
+    return next((key for key in names if block and key.rpartition(".")[2] == leaf), None)
 
 
 def is_foreign(name: str) -> bool:
     """Whether `name` is another program's key with a known translation or reason."""
-    own = re.sub(r"^reward\.scorers\.[^.]+\.", "reward.scorers.NAME.", name) in dict(keys())
-    own = own or name.lower() in dict(keys())  # written in capitals
-    return not own and (other_name(name) is not None or absent(name) is not None)
+    is_ours = re.sub(r"^reward\.scorers\.[^.]+\.", "reward.scorers.NAME.", name) in dict(keys())
+    is_ours = is_ours or name.lower() in dict(keys())  # written in capitals
+    return not is_ours and (other_name(name) is not None or absent(name) is not None)
 
 
 def other_name(name: str) -> str | None:
     """Return gerl's key for another program's `name`; None for a key of gerl or an unknown name."""
-    names = [known for known, _ in keys()]
+    names = [key for key, _ in keys()]
     return None if name in names else elsewhere(name, names)
 
 

@@ -115,9 +115,9 @@ def neighbours_of(module: ModuleType) -> Iterator[None]:
 
     Those of another file may have the same names, so they are in `sys.modules` within the block only.
     """
-    folder, own = Path(str(module.__file__)).parent, _neighbours.setdefault(module.__name__, {})
-    others = {name: sys.modules.get(name) for name in own}
-    sys.modules.update(own)
+    folder, neighbours = Path(str(module.__file__)).parent, _neighbours.setdefault(module.__name__, {})
+    others = {name: sys.modules.get(name) for name in neighbours}
+    sys.modules.update(neighbours)
     before, writes = set(sys.modules), sys.dont_write_bytecode
     sys.path.append(str(folder))
     sys.dont_write_bytecode = True
@@ -129,13 +129,13 @@ def neighbours_of(module: ModuleType) -> Iterator[None]:
         for name in set(sys.modules) - before:
             origin = getattr(sys.modules[name], "__file__", None)
             if not name.startswith(PREFIX) and origin and folder in Path(origin).parents:
-                own[name] = sys.modules[name]
-        for name in own:
+                neighbours[name] = sys.modules[name]
+        for name in neighbours:
             sys.modules.pop(name, None)
         sys.modules.update({name: other for name, other in others.items() if other is not None})
 
 
 def raised_at(error: BaseException, path: str) -> str:
     """Return ` (PATH, line N: code)` for the last line of the file `path` in the traceback; empty if not in it."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == absolute(path)]
-    return f" ({path}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == absolute(path)]
+    return f" ({path}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""

@@ -127,8 +127,8 @@ def _tables(
     yield from rows.with_format("arrow").iter(batch_size=BATCH)
 
 
-def _split(source: str, parts: HubParts, known: list[Any]) -> str:
-    names = [str(name) for name in known]
+def _split(source: str, parts: HubParts, splits: list[Any]) -> str:
+    names = [str(name) for name in splits]
     if parts.split is None:
         if len(names) == 1:
             return names[0]
@@ -215,12 +215,12 @@ def _save_image(content: bytes, where: str) -> str:
 def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -> str:
     hub = constants.ENDPOINT
     chain = list(causes(first))
-    said = " ".join(str(last or first).split())
+    text = " ".join(str(last or first).split())
     if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in chain):
         return (
             "it does not fit on the disk: free up space, set HF_HOME to a folder on a larger disk, or set data.stream"
         )
-    if any(isinstance(cause, GatedRepoError) for cause in chain) or "is a gated dataset" in said:
+    if any(isinstance(cause, GatedRepoError) for cause in chain) or "is a gated dataset" in text:
         return f"it is gated: accept its terms at {hub}/datasets/{parts.path}, then log in with 'hf auth login'"
     if any(isinstance(cause, RevisionNotFoundError) for cause in chain):
         return f"it has no revision {parts.revision}: correct the part after the @"
@@ -233,10 +233,10 @@ def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -
             f"it is not in this machine's cache, and {hub} cannot be reached ({reason(first):.200}): connect this "
             "machine to it, or use a file"
         )
-    if match := re.search(r"available configs: \[([^\]]*)\]|not found\. Available: \[([^\]]*)\]", said):
+    if match := re.search(r"available configs: \[([^\]]*)\]|not found\. Available: \[([^\]]*)\]", text):
         names = (match[1] or match[2] or "").replace("'", "")
         example = f"hf:{parts.path}/{names.split(',')[0].strip()}[{parts.split or 'train'}]"
         return f"it has the configurations {names:.300}: choose one of them, such as {example}"
-    if "scripts are no longer supported" in said:
+    if "scripts are no longer supported" in text:
         return "it is a script, which datasets no longer runs: use a data set of files, or convert it to a file"
-    return f"the package datasets cannot read it ({said:.300}): correct the name, or use a file"
+    return f"the package datasets cannot read it ({text:.300}): correct the name, or use a file"

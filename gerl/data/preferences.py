@@ -75,21 +75,21 @@ def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
     for row in rows:
         key = (row.text, *pictures_of(row), "", *(image.path for image in row.dataset_images))
         alike.setdefault(key, []).append(row)
-    groups, kept = list(alike.values()), list[Prompt]()
+    groups, prompts = list(alike.values()), list[Prompt]()
     for same in groups:
         scores = zip(*([image.score for image in row.dataset_images] for row in same), strict=True)
         means = [math.fsum(values) / len(same) for values in scores]
         images = tuple(replace(i, score=mean) for i, mean in zip(same[0].dataset_images, means, strict=True))
         if len(set(means)) > 1 or (len(means) == 1 and means[0] != 0):
-            kept.append(replace(same[0], dataset_images=images))
-    if not kept:
+            prompts.append(replace(same[0], dataset_images=images))
+    if not prompts:
         raise DataError(
             f"none of its {len(rows)} rows prefers an image to another: all ranks of a row are equal, or its label "
             "is a tie"
         )
-    if len(kept) < len(groups):
-        logger.info("%d of %d rows prefer no image to another and are skipped", len(groups) - len(kept), len(groups))
-    return kept
+    if len(prompts) < len(groups):
+        logger.info("%d of %d rows prefer no image to another and are skipped", len(groups) - len(prompts), len(groups))
+    return prompts
 
 
 def images_to_imitate(rows: Sequence[Prompt]) -> list[Prompt]:

@@ -36,7 +36,7 @@ TABLES = (".jsonl", ".csv", ".parquet")  # prompt files that may have columns of
 
 
 def load(entries: object, data: DataConfig, name: str) -> list[Prompt]:
-    """Load the prompts of every source of `given`, the value of the key `name`, with consecutive ids.
+    """Load the prompts of every source of `entries`, the value of the key `name`, with consecutive ids.
 
     Raises `DataError`: a source is missing, cannot be read, or lacks a column; names the source.
     """
@@ -51,7 +51,7 @@ def load(entries: object, data: DataConfig, name: str) -> list[Prompt]:
 
 
 def load_split(config: Config, key: str, entries: object) -> list[Prompt]:
-    """Load the prompts of `given`, the value of `key`; raises as `load` does.
+    """Load the prompts of `entries`, the value of `key`; raises as `load` does.
 
     `validation.data=auto` splits `data.train`: its key loads the prompts to train on, `given="auto"` the held-out ones.
     """
@@ -91,10 +91,10 @@ def digest(entries: object, data: DataConfig, name: str) -> str:
     digests = []
     for source in sources(entries, name):
         try:
-            own = _digest(source, data)
+            of_source = _digest(source, data)
         except DataError as error:
             raise DataError(f"{name}={source.path}: {error}") from None
-        digests.append(own if source.prompt_key is None else f"{own} {source.prompt_key}")
+        digests.append(of_source if source.prompt_key is None else f"{of_source} {source.prompt_key}")
     if len(digests) == 1 and " " not in digests[0]:
         return digests[0]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
@@ -201,7 +201,7 @@ def contrasted(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def limit_prompts(prompts: Sequence[Prompt], most: int | None, entries: object) -> list[Prompt]:
-    """Return at most `most` of the `prompts`: the first of each source of `given`, distributed as evenly as possible.
+    """Return at most `most` of the `prompts`: the first of each source of `entries`, distributed as evenly as possible.
 
     Logs the number per source, and warns of a source that gets none.
     """
@@ -304,15 +304,15 @@ def _renamed(
     rows: Sequence[tuple[str, Prompt]], columns: Mapping[str, str], prompt_key: str, path: str
 ) -> list[tuple[str, Prompt]]:
     """Rename metadata columns to gerl's names; raises `DataError` for a column that no row has."""
-    known = dict.fromkeys([prompt_key, *(name for _, prompt in rows for name in prompt.metadata)])
-    if absent := [theirs for theirs in columns.values() if theirs not in known]:
-        raise DataError(f"{path} has no column {absent[0]!r}, only {', '.join(known)}: correct data.columns")
+    columns_there = dict.fromkeys([prompt_key, *(name for _, prompt in rows for name in prompt.metadata)])
+    if absent := [theirs for theirs in columns.values() if theirs not in columns_there]:
+        raise DataError(f"{path} has no column {absent[0]!r}, only {', '.join(columns_there)}: correct data.columns")
     renamed = []
     for where, prompt in rows:
         row = {prompt_key: prompt.text, **prompt.metadata}
-        own = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+        renamed_columns = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
         others = {name: value for name, value in prompt.metadata.items() if name not in columns.values()}
-        renamed.append((where, replace(prompt, metadata={**others, **own})))
+        renamed.append((where, replace(prompt, metadata={**others, **renamed_columns})))
     return renamed
 
 

@@ -298,8 +298,8 @@ def _remedy(name: str, config: Config, accepted: Collection[str]) -> str:
     if name in COLUMNS or (name in NEGATIVE and NEGATIVE[0] not in accepted):
         return "the pipeline takes no such argument"
     if name in PROMPTS:
-        known = name == WRITTEN and "ocr" in config.reward.scorers
-        return "" if known else "the prompt column is set by data.prompt_key"
+        is_read = name == WRITTEN and "ocr" in config.reward.scorers
+        return "" if is_read else "the prompt column is set by data.prompt_key"
     if name in ELSEWHERE or name not in accepted:
         return ELSEWHERE.get(name, "")
     return f"pictures are given in {', '.join(COLUMNS)}" if "image" in name else FOR_ALL.format(name)

@@ -115,11 +115,11 @@ class _FirstBlock:
             block.__dict__["forward"] = functools.partial(self._forward, block.forward)
 
     def remove(self) -> None:
-        for block, own in self.patched:
-            if own is None:
+        for block, forward in self.patched:
+            if forward is None:
                 del block.__dict__["forward"]
             else:
-                block.__dict__["forward"] = own
+                block.__dict__["forward"] = forward
         self.patched = []
 
     def call(self, kind: str, forward: Callable[[], object]) -> object:

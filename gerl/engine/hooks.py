@@ -352,9 +352,9 @@ def count_evaluations(denoisers: Iterable[torch.nn.Module]) -> Evaluations:
 def uncounted(pipe: DiffusionPipeline) -> Iterator[None]:
     """Exclude the block from the count: validations, and calls that probe how the pipeline calls its denoisers."""
     modules = [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
-    kept = [(e, e.forward, e.backward) for e in map(COUNTED.get, modules) if e is not None]
+    counts = [(e, e.forward, e.backward) for e in map(COUNTED.get, modules) if e is not None]
     yield
-    for evaluations, forward, backward in kept:
+    for evaluations, forward, backward in counts:
         evaluations.forward, evaluations.backward = forward, backward
 
 

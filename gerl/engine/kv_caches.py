@@ -72,8 +72,10 @@ class Caches:
 
 def without_caches(tree: Nested) -> Nested:
     """Return `tree` with None for objects that have tensors inside."""
-    kept: Nested = tree_map(lambda v: None if any(True for o in objects_of(v) for _ in tensors_inside(o)) else v, tree)
-    return kept
+    stripped: Nested = tree_map(
+        lambda v: None if any(True for o in objects_of(v) for _ in tensors_inside(o)) else v, tree
+    )
+    return stripped
 
 
 def cut_caches(arguments: Tree, output: Tree, before: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -29,7 +29,7 @@ UNTRACEABLE = "latents cannot be given for step 0: the pipeline does not pass on
 
 
 def started_at(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> dict[int, Tree]:
-    """Return `{position: value}` of the one answer that starts at the latents `given`; else raises `ReplayError`."""
+    """Return `{position: value}` of the one answer that starts at the `latents`; else raises `ReplayError`."""
     start = tape.steps[0].x
     answers = {i: answer.value for i, answer in enumerate(tape.answers[: tape.steps[0].num_answers])}
 

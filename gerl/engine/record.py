@@ -249,12 +249,12 @@ class Recorder(RolloutHead):
         generator = bound.get("generator")
         if generator is None or self.generators is None:
             return common
-        own = sampler(
+        separate = sampler(
             **bound | {"generator": list(self.generators) if isinstance(generator, list) else self.generators[0]}
         )
-        assert torch.is_tensor(common) and torch.is_tensor(own)
+        assert torch.is_tensor(common) and torch.is_tensor(separate)
         self.mixed = True
-        return math.sqrt(1 - self.init_spread**2) * common + self.init_spread * own
+        return math.sqrt(1 - self.init_spread**2) * common + self.init_spread * separate
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if self.depth:  # a replay answers the surrounding method and does not reach this call
@@ -351,9 +351,9 @@ class Recorder(RolloutHead):
             )
         calls = [c for c in self.tape.component_calls if c.step == k]
         # stopped rollouts are branched from, which needs the output of the denoiser, the last component called
-        kept = {c.component for c in calls[-1:]} if self.stop is not None else set()
+        last_component = {c.component for c in calls[-1:]} if self.stop is not None else set()
         for call in calls:
-            if call.component not in kept and call.elements > MAX_KEPT_OUTPUT * sample.numel():
+            if call.component not in last_component and call.elements > MAX_KEPT_OUTPUT * sample.numel():
                 call.output = shapes(call.output)
         if k == 0:
             self.skipping.begin(lambda: self.transitions.num_steps(scheduler, timestep))

@@ -101,8 +101,8 @@ class Differentiable:
     def _run(self, denoiser: torch.nn.Module, compute: Callable[[], object]) -> object:
         if not torch.is_grad_enabled():
             return compute()
-        if (known := _BLOCKED[self.carries].get(denoiser)) is not None:
-            self._switch(known)
+        if (blocked := _BLOCKED[self.carries].get(denoiser)) is not None:
+            self._switch(blocked)
             return compute()
         wrapped = "_orig_mod" in dict(denoiser.named_children())  # compiled by torch.compile(denoiser)
         if not wrapped and all(m._compiled_call_impl is None for m in denoiser.modules()):
@@ -285,8 +285,8 @@ class ReplayedStep:
         if self.overwritten is None:
             return self
         x_next = None if self.x_next is None else self.part(self.x_next)
-        kept = self.tape_mean is None or self.tape_mean.is_meta
-        mean = self.tape_mean if kept or self.tape_mean is None else self.part(self.tape_mean)
+        is_whole = self.tape_mean is None or self.tape_mean.is_meta
+        mean = self.tape_mean if is_whole or self.tape_mean is None else self.part(self.tape_mean)
         x, output = self.part(self.x), self.part(self.model_output)
         scaled = replace(self, x=x, x_next=x_next, tape_mean=mean, model_output=output, overwritten=None)
         scaled.__dict__["mean"] = self.part(self.mean)  # the rule of scaled rows may clip at another value
@@ -595,8 +595,8 @@ def check_compacted(tape: Tape, trained: set[int], latents: Mapping[int, torch.T
     reads = tape.reads
     if reads is None:
         return
-    known = trained <= reads.steps if reads.chain else trained == {k for k in reads.steps if k <= max(trained)}
-    if not known:
+    complete = trained <= reads.steps if reads.chain else trained == {k for k in reads.steps if k <= max(trained)}
+    if not complete:
         raise ReplayError(
             f"steps {sorted(trained)} cannot be replayed: the compacted tape was kept for steps {sorted(reads.steps)}"
         )

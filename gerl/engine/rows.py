@@ -114,8 +114,8 @@ def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int 
 
 def entries(full: list[Any] | tuple[Any, ...], like: object, n: int, probed: int) -> int:
     """Return how many entries of `full` each of `n` samples has, 0 if entries are not samples; `like`: see `take`."""
-    known = isinstance(like, list | tuple)
-    multiple = len(like) / probed if known else int(isinstance(full, list) and len(full) == n)  # type: ignore[arg-type]
+    is_list = isinstance(like, list | tuple)
+    multiple = len(like) / probed if is_list else int(isinstance(full, list) and len(full) == n)  # type: ignore[arg-type]
     return int(multiple) if multiple and len(full) == multiple * n else 0
 
 

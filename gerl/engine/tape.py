@@ -155,8 +155,8 @@ class Tape:
     def of(cls, call: Mapping[str, object], index: Sequence[int] | None = None) -> Tape:
         """Return an empty tape of `call` for its samples `index` (None: all), without generators."""
         chosen = range(batch_size(call)) if index is None else index
-        kept = {name: value for name, value in call.items() if name != "generator"}
-        return cls(select_call(kept, chosen), len(chosen))
+        arguments = {name: value for name, value in call.items() if name != "generator"}
+        return cls(select_call(arguments, chosen), len(chosen))
 
     def fresh_call(self) -> dict[str, object]:
         """Return the call with copied lists, since some pipelines modify them."""
@@ -167,8 +167,8 @@ class Tape:
     ) -> None:
         """Record a component's call at the current denoising step."""
         output, inputs = without_caches(output), without_caches(inputs)
-        kept, elements, step = detached_copy(output), num_elements(output), len(self.steps)
-        self.component_calls.append(ComponentCall(step, component, kept, shapes(inputs), elements, reads, fills))
+        copied, elements, step = detached_copy(output), num_elements(output), len(self.steps)
+        self.component_calls.append(ComponentCall(step, component, copied, shapes(inputs), elements, reads, fills))
 
     @property
     def stochastic_steps(self) -> list[int]:
@@ -365,8 +365,10 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
         for c in tape.component_calls
     ]
     answers = [a if i < num_answers else replace(a, value=shapes(a.value)) for i, a in enumerate(tape.answers)]
-    kept = final + 1 if reads.chain else last
-    companions = [c if c.step <= kept else replace(c, x=shapes(c.x), x_next=shapes(c.x_next)) for c in tape.companions]
+    last_state = final + 1 if reads.chain else last
+    companions = [
+        c if c.step <= last_state else replace(c, x=shapes(c.x), x_next=shapes(c.x_next)) for c in tape.companions
+    ]
     return replace(tape, steps=steps, answers=answers, component_calls=calls, companions=companions, reads=reads)
 
 

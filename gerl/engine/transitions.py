@@ -812,9 +812,9 @@ def edm_scalings(scheduler: SchedulerMixin, c: float) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def predicts_clean(scheduler: SchedulerMixin, given: bool) -> Iterator[None]:
-    """With `given`, read the model output as clean latents in the next step of `scheduler` within the block."""
-    if given:
+def predicts_clean(scheduler: SchedulerMixin, on: bool) -> Iterator[None]:
+    """With `on`, read the model output as clean latents in the next step of `scheduler` within the block."""
+    if on:
         scheduler.__dict__["gerl_clean_output"] = True
     try:
         yield

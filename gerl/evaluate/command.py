@@ -225,12 +225,12 @@ def _episodes(request: Request) -> list[str]:
         return []
     turns = Turns(request.config)
     first, last = turns.of_images.start, turns.of_images.stop - 1
-    said = f"Episodes of {len(turns)} turns ({', '.join(turn.role for turn in turns.parsed)})"
+    sentence = f"Episodes of {len(turns)} turns ({', '.join(turn.role for turn in turns.parsed)})"
     if len(turns.of_images) > 1:
-        said += f": total and scorers are of the last turn, turn_{first}/total of turn {first}"
-        said += ", and so on" if last - first > 1 else ""
+        sentence += f": total and scorers are of the last turn, turn_{first}/total of turn {first}"
+        sentence += ", and so on" if last - first > 1 else ""
     alone = f" CHECKPOINT/{request.roles[0]} has the LoRA of {request.roles[0]} only." if request.roles else ""
-    return [f"{said}.{alone}"]
+    return [f"{sentence}.{alone}"]
 
 
 def _remarks(request: Request, prompts: Sequence[Prompt], selection: Selection, results: "Results") -> tuple[str, ...]:

@@ -131,9 +131,9 @@ def compare(rows: Sequence[ScoredRow], success: Mapping[str, float] | None = Non
     results: Results = {}
     for column in columns(rows):
         scores = {v: [cells.get((v, *place), {}).get(column) for place in places] for v in variants}
-        ends = _ends([value for own in scores.values() for value in known(own)])
-        results[column] = _paired(ids, scores, {v: estimate(ids, own, ends) for v, own in scores.items()})
-        derived = {v: attempts(ids, own, (success or {}).get(column)) for v, own in scores.items()}
+        ends = _ends([value for of_variant in scores.values() for value in known(of_variant)])
+        results[column] = _paired(ids, scores, {v: estimate(ids, of_variant, ends) for v, of_variant in scores.items()})
+        derived = {v: attempts(ids, of_variant, (success or {}).get(column)) for v, of_variant in scores.items()}
         for name, first in derived[variants[0]].items():
             means = {v: derived_columns[name].estimate(ends) for v, derived_columns in derived.items()}
             best = {v: derived_columns[name].values for v, derived_columns in derived.items()}
@@ -153,13 +153,13 @@ def _paired(
     """
     sure = together(list(scores))
     results: dict[str, Result] = {}
-    for variant, own in scores.items():
+    for variant, of_variant in scores.items():
         if variant == BASE:
             results[variant] = Result(means[variant])
             continue
-        gains = differences(scores[BASE], own)
+        gains = differences(scores[BASE], of_variant)
         wins = [None if gain is None else 1.0 if gain > 0 else 0.5 if gain == 0 else 0.0 for gain in gains]
-        reach = gain_ends(known(gains), ends or (known(scores[BASE]) + known(own)))
+        reach = gain_ends(known(gains), ends or (known(scores[BASE]) + known(of_variant)))
         difference = estimate(ids, gains, reach, sure)
         results[variant] = Result(means[variant], difference, estimate(ids, wins, (0.0, 1.0), sure))
     return results
@@ -319,8 +319,8 @@ def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]]
 
 
 def _value(by_variant: Mapping[str, ScoredRow], column: str, variant: str) -> float | None:
-    own, base = (by_variant[name].values.get(column) for name in (variant, BASE))
-    return own if variant == BASE else None if own is None or base is None else own - base
+    value, base = (by_variant[name].values.get(column) for name in (variant, BASE))
+    return value if variant == BASE else None if value is None or base is None else value - base
 
 
 # --- Results of a suite: measured columns and tasks, next to the published rows
@@ -370,15 +370,15 @@ def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -
         for row in rows:
             if (value := row.values.get(name)) is not None:
                 scores[row.variant][row.prompt_id, row.index] = value * column.factor
-        all_scores = [score for own in scores.values() for score in own.values()]
+        all_scores = [score for of_task in scores.values() for score in of_task.values()]
         if not all_scores:
             continue
         names = suite.tasks.names if suite.tasks and column.over == "tasks" else ()
         for task, variant in product((None, *names), variants):
-            own = {place: score for place, score in scores[variant].items() if task in (None, tasks.get(place[0]))}
-            gains = {place: score - scores[BASE][place] for place, score in own.items() if place in scores[BASE]}
-            if own or task is None:
-                mean = _estimate(own, column, tasks, _ends(all_scores))
+            of_task = {place: score for place, score in scores[variant].items() if task in (None, tasks.get(place[0]))}
+            gains = {place: score - scores[BASE][place] for place, score in of_task.items() if place in scores[BASE]}
+            if of_task or task is None:
+                mean = _estimate(of_task, column, tasks, _ends(all_scores))
                 ends = gain_ends(list(gains.values()), all_scores)
                 difference = None if variant == BASE else _estimate(gains, column, tasks, ends, together(variants))
                 means.append(SuiteMean(name, variant, mean, difference, task))

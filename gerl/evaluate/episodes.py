@@ -99,8 +99,8 @@ class Sampled:
         """Return the values of image `i` by column, without scorers that do not score this turn, and why some lack."""
         values, failure = score_row(self.scores, i)
         failed = {failure_of.scorer for failure_of in self.scores.failures[i]}
-        kept = {n: v for n, v in values.items() if v is not None or n == TOTAL or n.partition("/")[0] in failed}
-        return kept, failure
+        scores = {n: v for n, v in values.items() if v is not None or n == TOTAL or n.partition("/")[0] in failed}
+        return scores, failure
 
 
 def sample_episodes(
@@ -113,18 +113,18 @@ def sample_episodes(
     turns, manager = Turns(config), RewardManager(config.reward, cluster)
     each, size = config.validation.images_per_prompt, config.validation.micro_batch_size
     least = size // math.gcd(size, each)  # fewest prompts whose images fill micro-batches
-    own = for_sampling(config)
+    settings = for_sampling(config)
     checkpoints = list(dict.fromkeys(v.path for v in variants.values() if v.path is not None))
     count = min(cluster.processes, len(prompts) * each)
     workers = cluster.workers(
         "worker",
         EpisodeWorker,
         count,
-        lambda rank: (own, checkpoints, rank, cluster.worker_device(rank), cluster.threads),
+        lambda rank: (settings, checkpoints, rank, cluster.worker_device(rank), cluster.threads),
         gpus=cluster.gpus,
         threads=cluster.threads,
     )
-    fleet = LocalFleet(own, cluster, workers, Timeline())  # type: ignore[arg-type]
+    fleet = LocalFleet(settings, cluster, workers, Timeline())  # type: ignore[arg-type]
     fleet.set_up(range(count))
     for sentence in [*fleet.model.notes, *cut(fleet, turns, prompts)]:
         logger.info("%s", sentence)
@@ -168,16 +168,16 @@ def episodes(turns: Turns, fleet: LocalFleet, manager: RewardManager, prompts: S
     roles = {name: (role_config(config, name), RoleFleet(fleet, name)) for name in config.episode.roles}
     asked, sampled = turns.first(prompts), Sampled(Scores(), [])
     if turns.writes:
-        own, writers = roles[turns.parsed[0].role]
-        batches = plan_validation(own, asked, 0)
+        settings, writers = roles[turns.parsed[0].role]
+        batches = plan_validation(settings, asked, 0)
         texts = written(writers.validate(batches), batches)
         asked = turns.rewritten([sample for batch in batches for sample in batch], texts)
     for number in turns.of_images:
         if number > turns.of_images.start:
             pixels = [image for part in sampled.images for image in part.pixels]
             asked = turns.following(number, sampled.scores, pixels, range(len(pixels)))
-        own, samplers = roles.get(turns.parsed[number].role, (config, fleet))
-        batches = plan_validation(own, asked, 0)
+        settings, samplers = roles.get(turns.parsed[number].role, (config, fleet))
+        batches = plan_validation(settings, asked, 0)
         dispatch, hang_after = samplers.validate(batches), samplers.samplers.hang_after
         rollout = PendingRollout(manager, batches, dispatch, hang_after, held_out=True)
         scores = Scores()

@@ -121,10 +121,10 @@ def has_episodes(path: Path) -> bool:
 
 def check_episodes(config: Config, files: Mapping[str, Path]) -> None:
     """Raise `ConfigError` unless all of `files` are checkpoints of episodes as in `config`, or none is one."""
-    episodes, own = {str(path): has_episodes(path) for path in files.values()}, config.episode
+    episodes, episode = {str(path): has_episodes(path) for path in files.values()}, config.episode
     for path in files.values():
         *above, role, _, _ = ("", *path.absolute().parts)
-        if above[-1:] == ["roles"] and own.is_text(role):
+        if above[-1:] == ["roles"] and episode.is_text(role):
             raise ConfigError(
                 f"lora={path}: it is the LoRA of a language model, which samples no images; give its checkpoint, whose "
                 f"episodes are evaluated, with roles={role}"
@@ -132,7 +132,7 @@ def check_episodes(config: Config, files: Mapping[str, Path]) -> None:
     if not any(episodes.values()):
         return
     first = next(path for path, is_episode in episodes.items() if is_episode)
-    if not own.turns:
+    if not episode.turns:
         raise ConfigError(
             f"lora={first}: its run has episodes, and this configuration has no episode.turns; use that of its run, "
             f"experiment=RUN/config.yaml, or lora={first}/lora for the LoRA of its own role"
@@ -142,27 +142,27 @@ def check_episodes(config: Config, files: Mapping[str, Path]) -> None:
             f"lora={other}: it has no episodes, which {first} has; evaluate them one by one, or {first}/lora beside it"
         )
     for path in files.values():
-        for role in own.roles:
+        for role in episode.roles:
             if not (path / "roles" / role / "lora" / WEIGHTS).is_file():
                 raise ConfigError(
                     f"lora={path}: it has no roles/{role}/lora; give a checkpoint of this configuration as the run "
-                    f"wrote it, or {path}/lora for the LoRA of {own.own_role} alone"
+                    f"wrote it, or {path}/lora for the LoRA of {episode.own_role} alone"
                 )
         load_checkpoint(path)  # verifies its files
 
 
 def roles_alone(config: Config, text: str) -> tuple[str, ...]:
     """Return the roles whose LoRAs are also evaluated alone, by the key `roles`. Raises `ConfigError`."""
-    own = config.episode
+    episode = config.episode
     if text == "all":
-        trained = tuple(role for role in own.all_roles if own.trains(role))
+        trained = tuple(role for role in episode.all_roles if episode.trains(role))
         return trained if len(trained) > 1 else ()  # that of a single one is the checkpoint's
     if text == "none":
         return ()
     roles = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    if unknown := [name for name in roles if name not in own.all_roles]:
+    if unknown := [name for name in roles if name not in episode.all_roles]:
         raise ConfigError(
-            f"roles={text}: there is no role {unknown[0]!r}; use {', '.join(own.all_roles)}, or all or none"
+            f"roles={text}: there is no role {unknown[0]!r}; use {', '.join(episode.all_roles)}, or all or none"
         )
     return roles
 

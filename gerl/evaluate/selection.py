@@ -48,23 +48,23 @@ def select(
     impossible, or if `whole` gives a reason against it.
     """
     several = {name: checkpoints for name, run in runs.items() if len(checkpoints := comparable_checkpoints(run)) > 1}
-    kept, best = list(prompts), {}
+    reported_prompts, best = list(prompts), {}
     try:
         stored = {
             name: {c.step: _validation(runs[name], c.step) for c in checkpoints}
             for name, checkpoints in several.items()
         }
-        seen = {text for own in stored.values() for validation in own.values() for text in validation.prompts}
+        seen = {text for by_step in stored.values() for validation in by_step.values() for text in validation.prompts}
         shared = list(dict.fromkeys(prompt.text for prompt in prompts if prompt.text in seen))
         if not shared:
-            return Selection(dict(loras), kept)
+            return Selection(dict(loras), reported_prompts)
         if whole is None and len(shared) < 2 * LEAST:
             whole = f"{len(shared)} are too few to split, it takes {2 * LEAST}"
         order = np.random.default_rng(SEED).permutation(len(shared))
         aside = {shared[i] for i in order[: len(shared) // 2]}
         if whole is None:
-            kept = [prompt for prompt in prompts if prompt.text not in aside]
-            reported = {prompt.text for prompt in kept}
+            reported_prompts = [prompt for prompt in prompts if prompt.text not in aside]
+            reported = {prompt.text for prompt in reported_prompts}
             best = {name: _best(checkpoints, stored[name], reported) for name, checkpoints in several.items()}
     except GerlError as error:
         whole = str(error)
@@ -79,10 +79,10 @@ def select(
     words = {name: text for name, (_, text) in best.items()}
     remarks = [f"{name}: the checkpoint of {text}." for name, text in words.items()]
     remarks.append(
-        f"The results are of the {len(kept)} prompts that had no part in this choice; split=false reports all "
-        f"{len(prompts)}."
+        f"The results are of the {len(reported_prompts)} prompts that had no part in this choice; split=false reports "
+        f"all {len(prompts)}."
     )
-    return Selection({**loras, **files}, kept, words, len(prompts) - len(kept), tuple(remarks))
+    return Selection({**loras, **files}, reported_prompts, words, len(prompts) - len(reported_prompts), tuple(remarks))
 
 
 def _what(checkpoints: Sequence[Checkpoint]) -> str:
@@ -107,11 +107,16 @@ def _best(
 
     Raises `GerlError` if these are too few, or their part of the metric is unknown.
     """
-    criterion, others = criterion_of(checkpoints[-1]), {text for own in stored.values() for text in own.prompts}
+    criterion, others = (
+        criterion_of(checkpoints[-1]),
+        {text for validation in stored.values() for text in validation.prompts},
+    )
     scorers = scorers_of(get(checkpoints[-1].state, "settings") or {})
     success = {name: limit for name, scorer in scorers.items() if (limit := scorer.get("success")) is not None}
     others -= reported
-    values = {step: held_out_metric(own, criterion.metric, success, others) for step, own in stored.items()}
+    values = {
+        step: held_out_metric(validation, criterion.metric, success, others) for step, validation in stored.items()
+    }
     if unknown := [step for step, value in values.items() if value is None]:
         raise GerlError(f"{criterion.metric} of step {unknown[0]} cannot be computed for a part of the prompts")
     means = {step: value for step, value in values.items() if value is not None}

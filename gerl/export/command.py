@@ -189,9 +189,11 @@ def trained_loras(request: Request, checkpoint: Checkpoint, base: Base) -> "dict
 
     tensors, role = unpack_tensors(checkpoint.read(STATE)), base.role
     kind = f"roles/{role}/{KINDS[request.weights]}" if role else KINDS[request.weights]
-    own = {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind) and not is_fake(n)}
-    own = {n.replace(f".{role}.weight", ".weight"): t for n, t in own.items()}  # on a shared base it has its own name
-    loras = collect_loras(own, base.alpha)
+    trained = {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind) and not is_fake(n)}
+    trained = {
+        n.replace(f".{role}.weight", ".weight"): t for n, t in trained.items()
+    }  # on a shared base it has its own name
+    loras = collect_loras(trained, base.alpha)
     if not loras:
         raise CheckpointError(f"the checkpoint {checkpoint.path} holds no LoRA: only a LoRA can be exported")
     return loras
@@ -264,17 +266,21 @@ def read_config(run_dir: Path, role: str | None = None) -> Base:
 def other_role(settings: Mapping[str, Any], role: str) -> str | None:
     """Return a role in the settings of a run, None for the run's own. Raises `ConfigError` if there is no such role."""
     episode = settings.get("episode") or {}
-    known = list(dict.fromkeys(turn["role"] for turn in episode.get("turns") or ()))
-    if role not in known:
-        raise ConfigError(f"role={role}: the run has {' and '.join(known) or 'no roles'}; correct or remove it")
+    roles = list(dict.fromkeys(turn["role"] for turn in episode.get("turns") or ()))
+    if role not in roles:
+        raise ConfigError(f"role={role}: the run has {' and '.join(roles) or 'no roles'}; correct or remove it")
     return role if role in (episode.get("roles") or {}) else None
 
 
 def model_of_role(settings: Mapping[str, Any], role: str, is_text: bool) -> dict[str, Any]:
     """Return the `model` block of a role: its own keys override those of the run, or the defaults for a rewriter."""
     role_settings = settings["episode"]["roles"][role]
-    own = {str(k).removeprefix("model."): v for k, v in role_settings.items() if str(k).startswith("model.")}
-    return {**(asdict(ModelConfig()) if is_text else settings["model"]), **(role_settings.get("model") or {}), **own}
+    of_role = {str(k).removeprefix("model."): v for k, v in role_settings.items() if str(k).startswith("model.")}
+    return {
+        **(asdict(ModelConfig()) if is_text else settings["model"]),
+        **(role_settings.get("model") or {}),
+        **of_role,
+    }
 
 
 def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:

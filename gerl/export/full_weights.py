@@ -85,7 +85,7 @@ def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> dict[st
     shards, names = trained_weights(checkpoint, kind)
     pipe = merged_pipeline({}, base)
     layers: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
-    everything = linear = kept = 0.0
+    everything = linear = retained = 0.0
     for full, name in names.items():
         denoiser, _, key = full.partition(".")
         model = pipe.components.get(denoiser)
@@ -97,14 +97,14 @@ def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> dict[st
             continue
         linear += square
         a, b = low_rank_factors(change, rank)
-        kept += square - float((change - b @ a).double().square().sum())
+        retained += square - float((change - b @ a).double().square().sum())
         layers.setdefault(denoiser, {})[layer] = (a, b)
     if not linear:
         raise ModelError("the run changed no weight of a linear layer that a LoRA could approximate: remove rank")
     logger.info(
         "the LoRA of rank %d captures %.1f %% of the squared change of the linear layers, which account for %.1f %% of "
         "that of all weights",
-        *(rank, 100 * kept / linear, 100 * linear / everything),
+        *(rank, 100 * retained / linear, 100 * linear / everything),
     )
     return {name: Lora(halves, float(rank)) for name, halves in layers.items()}
 

@@ -74,8 +74,8 @@ def copy_run(run_dir: Path, folder: Path) -> None:
         _correct_manifest(folder, name)
     if (run_dir / REPORT).is_file():
         write_report(folder)
-    said = ", ".join(map(str, changed)) or "none"
-    logger.info("files with secrets that were replaced: %s", said)
+    names = ", ".join(map(str, changed)) or "none"
+    logger.info("files with secrets that were replaced: %s", names)
     if others:
         logger.warning("files that gerl does not write were left out: %s", ", ".join(map(str, others)))
 

@@ -218,8 +218,8 @@ def unstored(pipe: DiffusionPipeline) -> list[str]:
         changed += [f"{hook} of {name}" for hook in sorted(hooks) if not MOVING.search(hook)]
         processors = {type(p) for m in modules.values() if (p := getattr(m, "processor", None)) is not None}
         kinds = {type(m) for m in modules.values()} if _is_of_a_library(type(part)) else set[type]()
-        own = sorted(kind.__name__ for kind in processors | kinds if not _is_of_a_library(kind))
-        changed += [f"{kind} in {name}" for kind in own]
+        classes = sorted(kind.__name__ for kind in processors | kinds if not _is_of_a_library(kind))
+        changed += [f"{kind} in {name}" for kind in classes]
         changed += [f"another forward of {place or name}" for place, m in modules.items() if _is_patched(m)][:1]
     return changed
 
@@ -317,10 +317,13 @@ def relay_warnings() -> None:
     for library in (diffusers, transformers):
         library.logging.set_verbosity_warning()
         library.logging.disable_default_handler()
-        known = logging.getLogger(library.__name__)
-        known.propagate = False
+        library_logger = logging.getLogger(library.__name__)
+        library_logger.propagate = False
         # without that of an earlier run in this process
-        known.handlers = [*(handler for handler in known.handlers if not isinstance(handler, _Relay)), _Relay()]
+        library_logger.handlers = [
+            *(handler for handler in library_logger.handlers if not isinstance(handler, _Relay)),
+            _Relay(),
+        ]
 
 
 def quiet_libraries() -> None:

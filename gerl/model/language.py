@@ -30,8 +30,8 @@ class LanguageModel:
     ) -> None:
         self.model, self.tokenizer, self.temperature, self.limit = model, tokenizer, temperature, limit
         ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-        known = [ends] if isinstance(ends, int) else list(ends or [])
-        self.ends = {*known, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
+        end_ids = [ends] if isinstance(ends, int) else list(ends or [])
+        self.ends = {*end_ids, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
 
     def encode(self, request: str) -> torch.Tensor:
         """Return the tokens `[P]` of a request, in the model's chat template if it has one."""
@@ -73,7 +73,7 @@ class LanguageModel:
 
     def decode(self, tokens: torch.Tensor, mask: torch.Tensor) -> list[str]:
         """Return the texts of `tokens` `[B, L]`, on one line each."""
-        rows = [row[kept].tolist() for row, kept in zip(tokens.cpu(), mask.cpu(), strict=True)]
+        rows = [row[chosen].tolist() for row, chosen in zip(tokens.cpu(), mask.cpu(), strict=True)]
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         return [" ".join(text.split()) for text in texts]
 

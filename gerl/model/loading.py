@@ -95,8 +95,8 @@ def read_pipeline(
         kind = getattr(diffusers, index["_class_name"]) if models or encoders else DiffusionPipeline
         dtypes: torch.dtype | dict[str, torch.dtype] = dtype
         if masters:
-            known = skeletons(folder)
-            names = DENOISERS if known is None else denoisers_among(known)
+            models_of = skeletons(folder)
+            names = DENOISERS if models_of is None else denoisers_among(models_of)
             dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
         arguments = {**left_out(index), **models, **dict.fromkeys(encoders), "quantization_config": quantised}
         trust = {"trust_remote_code": True} if code and has("diffusers", "0.38") else {}
@@ -247,8 +247,8 @@ def merge_start(
 ) -> None:
     """Add `model.lora` to the weights of denoisers and text encoders, in fp32 and rounded once to their precision."""
     encoders = {n: c for n, c in pipe.components.items() if n.startswith(TEXT_ENCODER) and c is not None}
-    known = {n: c.skeleton if isinstance(c, LazyTextEncoder) else c for n, c in encoders.items()}
-    for name, layers in read_start(config, {**known, **denoisers}).items():
+    models = {n: c.skeleton if isinstance(c, LazyTextEncoder) else c for n, c in encoders.items()}
+    for name, layers in read_start(config, {**models, **denoisers}).items():
         model = pipe.components[name]
         if name in encoders and config.quantize_encoders != "none":
             raise ModelError(
@@ -319,8 +319,8 @@ def load_policy(
         if name not in targets:
             logger.info("%s gets no LoRA: model.lora_targets=%s matches none of its layers", name, config.lora_targets)
             continue
-        own = derive_seed("lora", seed, name)
-        added = add_lora(denoiser, config.lora_rank, config.lora_alpha, targets[name], own)
+        part_seed = derive_seed("lora", seed, name)
+        added = add_lora(denoiser, config.lora_rank, config.lora_alpha, targets[name], part_seed)
         for p in added.values():  # of a block that is on the CPU until it runs
             p.data = p.data.to(device)
         lora |= {f"{name}.{key}": p for key, p in added.items()}
@@ -414,8 +414,8 @@ def component_arguments(pipe: DiffusionPipeline, config: ModelConfig) -> list[st
 def replaced_scheduler(pipe: DiffusionPipeline, config: ModelConfig) -> str | None:
     """Return the class of the original scheduler of the pipeline if `pipe` has another one, else None."""
     folder = str(model_folder(config.path, config.parts)) if config.parts else resolve(config.path)
-    own = DiffusionPipeline.load_config(folder).get("scheduler", [None, None])[1]
-    return None if own in (None, type(pipe.scheduler).__name__) else str(own)
+    stored = DiffusionPipeline.load_config(folder).get("scheduler", [None, None])[1]
+    return None if stored in (None, type(pipe.scheduler).__name__) else str(stored)
 
 
 def _checkpoint_and_compile(denoiser: ModelMixin, config: ModelConfig) -> None:
@@ -444,8 +444,8 @@ def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None 
 
 def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: SamplingConfig) -> None:
     """Check the teachers before weights are loaded; those on the Hub are fetched. Raises `ModelError`."""
-    folder, own = _found(config.path, config.parts)
-    kind = getattr(diffusers, own, None) if own is not None else None
+    folder, expected = _found(config.path, config.parts)
+    kind = getattr(diffusers, expected, None) if expected is not None else None
     for teacher in teachers:
         if isinstance(kind, type) and teacher.changed:
             try:
@@ -457,7 +457,7 @@ def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: S
                 class_name = _found(teacher.path)[1]
             except ModelError as error:
                 raise ModelError(in_teachers(str(error), f"path={teacher.path!r}")) from None
-            _check_class(teacher.path, class_name, own)
+            _check_class(teacher.path, class_name, expected)
     if any(teacher.lora is not None for teacher in teachers) and folder is not None:
         models = skeletons(folder)
         if models is not None:  # otherwise only its custom code can build them
@@ -497,8 +497,8 @@ def load_teacher(
 ) -> DiffusionPipeline:
     """Load a teacher with the student's `config` and noise levels. Raises `ModelError` if it differs in kind."""
     try:
-        own = replace(config, path=path, parts={}, lora=None, merge_lora=False, train="lora", compile=None)
-        pipe = load_pipeline(own, device, to_shard=mesh is not None)
+        settings = replace(config, path=path, parts={}, lora=None, merge_lora=False, train="lora", compile=None)
+        pipe = load_pipeline(settings, device, to_shard=mesh is not None)
     except ModelError as error:
         raise ModelError(in_teachers(str(error), f"path={path!r}")) from None
     _check_class(path, type(pipe).__name__, type(student).__name__)

@@ -76,13 +76,18 @@ def targets_of(denoisers: Mapping[str, torch.nn.Module], pattern: str | None) ->
             usual = {name: set(default_targets(denoiser)) for name, denoiser in denoisers.items()}
             matched = {name: [layer for layer in linear[name] if layer in usual[name]] for name in linear}
         else:
-            matched = {n: [layer for layer in own if re.search(pattern, f"{n}.{layer}")] for n, own in linear.items()}
+            matched = {
+                n: [layer for layer in layers_of if re.search(pattern, f"{n}.{layer}")]
+                for n, layers_of in linear.items()
+            }
             if not any(matched.values()):
-                matched = {n: [layer for layer in own if re.search(pattern, layer)] for n, own in linear.items()}
+                matched = {
+                    n: [layer for layer in layers_of if re.search(pattern, layer)] for n, layers_of in linear.items()
+                }
     except re.error as error:
         raise ModelError(f"model.lora_targets={pattern!r} is not a valid regular expression: {error}") from None
     if not any(matched.values()):
-        names = [f"{name}.{layer}" for name, own in linear.items() for layer in own]
+        names = [f"{name}.{layer}" for name, layers_of in linear.items() for layer in layers_of]
         kinds = " and ".join(type(denoiser).__name__ for denoiser in denoisers.values())
         raise ModelError(
             f"model.lora_targets={pattern!r} matches none of the {len(names)} linear layers of {kinds}; their names "

@@ -136,8 +136,8 @@ def read_lora(file: Path) -> dict[str, Layers] | None:
     """Return the LoRA of each denoiser in a file of gerl; None for other formats; `ModelError` if it is damaged."""
     header, tensors = _open(file)
     configs = _configs(header, tensors)
-    own = all(c.get("lora_alpha") is not None and not any(map(c.get, VARIANTS)) for c in configs.values())
-    if not tensors or not own or not all(KEY.fullmatch(name) for name in tensors):
+    is_ours = all(c.get("lora_alpha") is not None and not any(map(c.get, VARIANTS)) for c in configs.values())
+    if not tensors or not is_ours or not all(KEY.fullmatch(name) for name in tensors):
         return None
     try:
         return _of_peft(tensors, configs)
@@ -166,8 +166,8 @@ def check_fit(lora: Lora | Layers, denoiser: torch.nn.Module, where: str) -> Non
         if expected is None:
             why = f"it has no linear layer {layer}"
         elif sizes != expected:
-            own = f"{expected[0]} inputs and {expected[1]} outputs"
-            why = f"{layer} has {own}, the LoRA {sizes[0]} and {sizes[1]}"
+            size = f"{expected[0]} inputs and {expected[1]} outputs"
+            why = f"{layer} has {size}, the LoRA {sizes[0]} and {sizes[1]}"
         else:
             continue
         raise ModelError(f"the LoRA does not fit {where}: {why}; use the model it was trained on")
@@ -402,12 +402,14 @@ def named_halves(tensors: Mapping[str, torch.Tensor], models: Denoisers, stem: s
         files.setdefault(component, {}).setdefault(layer, {})[{"down": "A", "up": "B"}.get(half, half)] = value
     by_component: dict[str, Layers] = {}
     for component, layers in files.items():
-        known = _layer_names(models[component])
-        if component.startswith(TEXT_ENCODER) and (unknown := sorted(layers.keys() - known.keys())):
+        layer_names = _layer_names(models[component])
+        if component.startswith(TEXT_ENCODER) and (unknown := sorted(layers.keys() - layer_names.keys())):
             raise ModelError(f"its {unknown[0]} is no layer of {component}: use the model it was trained on")
-        if not layers.keys() <= known.keys() or any(t.ndim > 2 for pair in layers.values() for t in pair.values()):
+        if not layers.keys() <= layer_names.keys() or any(
+            t.ndim > 2 for pair in layers.values() for t in pair.values()
+        ):
             return None
-        halves = [_halves_of(layer, pair, known[layer], models[component]) for layer, pair in layers.items()]
+        halves = [_halves_of(layer, pair, layer_names[layer], models[component]) for layer, pair in layers.items()]
         by_component[component] = {layer: value for part in halves for layer, value in part.items()}
     return by_component
 
@@ -484,13 +486,13 @@ def _halves_of(
     original = name not in {_underscored(part) for part in parts}
     halves: dict[str, Halves] = {}
     for part, block in zip(parts, up.split(rows), strict=True):
-        own = _halves_swapped(block, part, model) if original else block
-        used = own.any(0).nonzero().flatten()
+        up_rows = _halves_swapped(block, part, model) if original else block
+        used = up_rows.any(0).nonzero().flatten()
         if len(parts) == 1:
-            halves[part] = Halves(down, own, scale)
+            halves[part] = Halves(down, up_rows, scale)
         elif len(used):
             columns = slice(int(used[0]), int(used[-1]) + 1)
-            halves[part] = Halves(down[columns], own[:, columns], scale)
+            halves[part] = Halves(down[columns], up_rows[:, columns], scale)
     return halves
 
 
@@ -581,14 +583,18 @@ def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> Non
     for name, denoiser in denoisers.items():
         if not (isinstance(denoiser, PeftAdapterMixin) and isinstance(denoiser, ModelMixin)):
             continue
-        own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+        of_denoiser = {
+            key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")
+        }
         plain = bare_model(type(denoiser), denoiser.config)
         try:
-            plain.load_lora_adapter(own, prefix=None, adapter_name=CHECK_ADAPTER, low_cpu_mem_usage=True)
+            plain.load_lora_adapter(of_denoiser, prefix=None, adapter_name=CHECK_ADAPTER, low_cpu_mem_usage=True)
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"plain diffusers does not load the LoRA of {name}: {first_line(error)}") from error
         loaded = get_peft_model_state_dict(plain, adapter_name=CHECK_ADAPTER)
-        wrong = sorted(own.keys() ^ loaded.keys()) or [k for k, v in own.items() if loaded[k].shape != v.shape]
+        wrong = sorted(of_denoiser.keys() ^ loaded.keys()) or [
+            k for k, v in of_denoiser.items() if loaded[k].shape != v.shape
+        ]
         if wrong:
             raise ModelError(
                 f"a plain {type(denoiser).__name__} does not accept {len(wrong)} tensors of the LoRA of {name}, "
@@ -628,9 +634,11 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
             converted = convert_unet_state_dict_to_peft(converted)
     except (ValueError, KeyError, RuntimeError, IndexError, TypeError, AttributeError, AssertionError) as error:
         logger.debug("diffusers: %s", first_line(error))
-        known, layers = _layer_names(denoiser), [m["layer"] for key in tensors if (m := MATRIX.fullmatch(key))]
+        layer_names, layers = _layer_names(denoiser), [m["layer"] for key in tensors if (m := MATRIX.fullmatch(key))]
         prefix = next((prefix for prefix in PREFIXES if layers and layers[0].startswith(prefix)), "")
-        other = next((n for n in layers if _underscored(n.removeprefix(prefix)) not in known), next(iter(tensors)))
+        other = next(
+            (n for n in layers if _underscored(n.removeprefix(prefix)) not in layer_names), next(iter(tensors))
+        )
         family = type(denoiser).__name__
         raise ModelError(f"its {other} is no layer of {family}: use the model it was trained on") from None
     if other := next((key for key in converted if key.partition(".")[0] != name), None):
@@ -653,8 +661,8 @@ def _reader(denoiser: torch.nn.Module) -> type[Any] | None:
     if family == "UNet2DConditionModel":
         large = getattr(denoiser.config, "addition_embed_type", None) == "text_time"
         family = "StableDiffusionXL" if large else "StableDiffusion"
-    known = [name for name in vars(lora_pipeline) if name.endswith(SUFFIX) and name != SUFFIX]
-    fitting = [name for name in known if family.startswith(name.removesuffix(SUFFIX))]
+    readers = [name for name in vars(lora_pipeline) if name.endswith(SUFFIX) and name != SUFFIX]
+    fitting = [name for name in readers if family.startswith(name.removesuffix(SUFFIX))]
     return getattr(lora_pipeline, max(fitting, key=len)) if fitting else None
 
 

@@ -43,10 +43,10 @@ def with_tokenizers(parts: Mapping[str, Part | None]) -> dict[str, Part | None]:
 
 def check_names(parts: Iterable[str], index: Mapping[str, object]) -> None:
     """Raise `ModelError` for a part that is not a component in model_index.json."""
-    known = [name for name, entry in index.items() if isinstance(entry, list) and not name.startswith("_")]
-    for name in (name for name in parts if name not in known):
-        near = difflib.get_close_matches(name, known, n=1)
-        meant = f"did you mean model.parts.{near[0]}?" if near else f"use one of {', '.join(known)}"
+    components = [name for name, entry in index.items() if isinstance(entry, list) and not name.startswith("_")]
+    for name in (name for name in parts if name not in components):
+        near = difflib.get_close_matches(name, components, n=1)
+        meant = f"did you mean model.parts.{near[0]}?" if near else f"use one of {', '.join(components)}"
         raise ModelError(f"model.parts.{name}: the pipeline has no component {name!r}; {meant}")
 
 
@@ -76,8 +76,8 @@ def variants_in(files: Iterable[str]) -> dict[str, str]:
             variants.setdefault(component, set()).add(match["variant"])
         elif name.endswith(WEIGHTS):
             plain.add(component)
-    known = {component: names for component, names in variants.items() if component not in plain}
-    return {c: next((name for name in PREFERRED if name in names), min(names)) for c, names in known.items()}
+    without_plain = {component: names for component, names in variants.items() if component not in plain}
+    return {c: next((name for name in PREFERRED if name in names), min(names)) for c, names in without_plain.items()}
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def _linked(
     variants: tuple[tuple[str, str], ...],
 ) -> Path:
     for variant in sorted({variant for _, variant in variants}):
-        of = ", ".join(name for name, own in variants if own == variant)
+        of = ", ".join(name for name, other in variants if other == variant)
         logger.info("%s: the weights of %s are read from their variant %s, there are no others", folder, of, variant)
     made = Path(tempfile.mkdtemp(prefix="gerl_pipeline_"))
     atexit.register(shutil.rmtree, made, ignore_errors=True)

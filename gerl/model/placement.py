@@ -237,13 +237,13 @@ class QuantizedRollout:
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Compute with the copies within the block."""
-        own = [layer.weight for layer, _ in self.copies]
+        weights = [layer.weight for layer, _ in self.copies]
         try:
             for layer, copy in self.copies:
                 layer.weight = copy
             yield
         finally:
-            for (layer, _), weight in zip(self.copies, own, strict=True):
+            for (layer, _), weight in zip(self.copies, weights, strict=True):
                 layer.weight = weight
 
 
@@ -333,9 +333,9 @@ def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
     (sage) have none, which would go unnoticed in a denoiser, since the gradient also flows around its attention.
     """
     setting = f"model.attention={name}"
-    known = [backend.value for backend in AttentionBackendName]
-    if name not in known:
-        raise ConfigError(f"{setting}: diffusers has no such attention backend, only {', '.join(known)}")
+    backends = [backend.value for backend in AttentionBackendName]
+    if name not in backends:
+        raise ConfigError(f"{setting}: diffusers has no such attention backend, only {', '.join(backends)}")
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(1, 128, 2, 64, generator=generator).to(device, dtype) for _ in range(4)]
 

@@ -77,12 +77,12 @@ class EMA:
     @contextlib.contextmanager
     def swapped_in(self, average: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
         """Compute with the averaged weights, or the earlier `average`, within the block; then restore the trained."""
-        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        copies = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._copy(self.average if average is None else average)
         try:
             yield
         finally:
-            self._copy(kept)
+            self._copy(copies)
 
     def load(self, average: Mapping[str, torch.Tensor], updates: int) -> None:
         """Restore a saved average with the same names."""
@@ -261,15 +261,17 @@ def divide(
     mixed = MixedPrecisionPolicy(dtype, reduced, cast_forward_inputs=False) if half else plain
     for name, denoiser in denoisers.items():
         blocks = blocks_to_gather(denoiser, f"model.train: {name}", "model.dtype=float32 and model.shard=none")
-        kept = kept_in_fp32(denoiser) if half else []
-        for module in (*kept, *blocks, denoiser):
-            fully_shard(module, mesh=mesh, mp_policy=plain if module in kept else mixed, reshard_after_forward=reshard)
+        whole_modules = kept_in_fp32(denoiser) if half else []
+        for module in (*whole_modules, *blocks, denoiser):
+            fully_shard(
+                module, mesh=mesh, mp_policy=plain if module in whole_modules else mixed, reshard_after_forward=reshard
+            )
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)  # the loss is already divided by the number of all samples
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support a sum with a factor
         denoiser.to(mesh.device_type)  # moves the remaining tensors: buffers
         if half:
-            kept_buffers = {id(b) for module in kept for b in module.buffers()}
+            kept_buffers = {id(b) for module in whole_modules for b in module.buffers()}
             saved = denoiser.state_dict().keys()
             for buffer_name, buffer in denoiser.named_buffers():  # diffusers loads saved buffers in `dtype`
                 if buffer_name in saved and buffer.is_floating_point() and id(buffer) not in kept_buffers:
@@ -350,8 +352,8 @@ class WeightVariants:
 
     def __init__(self, pipe: DiffusionPipeline, folders: Mapping[str, Mapping[str, Path]]) -> None:
         self._values = {name: _differing(pipe, models) for name, models in folders.items()}
-        changed = {id(own): own for values in self._values.values() for own, _ in values}
-        self._base: Values = [(own, own.detach().to("cpu", copy=True)) for own in changed.values()]
+        changed = {id(parameter): parameter for values in self._values.values() for parameter, _ in values}
+        self._base: Values = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in changed.values()]
         self._present: str | None = None
 
     @torch.no_grad()
@@ -360,8 +362,8 @@ class WeightVariants:
         wanted = name if name in self._values else None
         if wanted == self._present:
             return
-        for own, value in (*self._base, *(self._values[wanted] if wanted is not None else ())):
-            own.copy_(value)
+        for parameter, value in (*self._base, *(self._values[wanted] if wanted is not None else ())):
+            parameter.copy_(value)
         self._present = wanted
 
 
@@ -376,11 +378,15 @@ def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
                 stored = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{folder} cannot be loaded as {type(model).__name__}: {reason(error)}") from None
-        own = model.state_dict()
-        fits = own.keys() == stored.keys() and all(own[key].shape == value.shape for key, value in stored.items())
+        current = model.state_dict()
+        fits = current.keys() == stored.keys() and all(
+            current[key].shape == value.shape for key, value in stored.items()
+        )
         if not fits:
             raise ModelError(f"{folder} has weights of another model than {name} of the pipeline: use matching ones")
-        differing += [(own[key], value) for key, value in stored.items() if not torch.equal(own[key].cpu(), value)]
+        differing += [
+            (current[key], value) for key, value in stored.items() if not torch.equal(current[key].cpu(), value)
+        ]
     return differing
 
 

@@ -182,23 +182,23 @@ class PromptCache:
         bound = inspect.signature(method).bind(*args, **kwargs).arguments
         bound |= bound.pop("kwargs", {})
         rows, rest = divided(bound)
-        if rows is None or (said := _spelled(rest)) is None:
+        if rows is None or (spelled := _spelled(rest)) is None:
             return method(*args, **kwargs)
-        kind = f"{name} {said}"
+        kind = f"{name} {spelled}"
         device = torch.device(str(rest.get("device") or pipe._execution_device))
         whole = partial(method, *args, **kwargs)
 
         def single(text: str) -> Tree:
             answer = self.find(f"{kind} {text}")
             if answer is None:
-                said = method(**rest, **json.loads(text))  # fresh lists: some methods modify their arguments
-                answer = tree_map(lambda v: v.detach().cpu() if torch.is_tensor(v) else v, said)
+                output = method(**rest, **json.loads(text))  # fresh lists: some methods modify their arguments
+                answer = tree_map(lambda v: v.detach().cpu() if torch.is_tensor(v) else v, output)
                 self.keep(f"{kind} {text}", answer)
             return tree_map(lambda v: v.to(device) if torch.is_tensor(v) else v, answer)
 
         texts = [json.dumps(row, sort_keys=True) for row in rows]
-        known = {text: single(text) for text in dict.fromkeys(texts)}
-        parts = [known[text] for text in texts]
+        answers = {text: single(text) for text in dict.fromkeys(texts)}
+        parts = [answers[text] for text in texts]
         if len(parts) == 1:
             return detached_copy(parts[0])
         layout = self.layout_of(f"{kind} padded={len({_sizes(part) for part in parts}) > 1}", parts, device, whole)
@@ -209,11 +209,11 @@ class PromptCache:
     ) -> Layout | None:
         """Return the layout that joins outputs of this kind; None if they cannot be joined."""
         if kind not in self.layouts:
-            kept = None if self.folder is None else read_answer(self.folder, f"layout {kind}")
-            self.layouts[kind] = found_layout(whole(), parts, device) if kept is None else kept
+            stored = None if self.folder is None else read_answer(self.folder, f"layout {kind}")
+            self.layouts[kind] = found_layout(whole(), parts, device) if stored is None else stored
             if self.layouts[kind] is None:
                 logger.info("prompts are re-encoded in each call of %s", kind.split()[0])
-            elif self.folder is not None and kept is None:
+            elif self.folder is not None and stored is None:
                 write_answer(self.folder, f"layout {kind}", self.layouts[kind])
         return self.layouts[kind]
 
@@ -303,9 +303,9 @@ def _layout(whole: Tree, parts: Sequence[Tree]) -> Layout:
         return ITEMS
     children, spec = _opened(whole)
     opened = [_opened(part) for part in parts]
-    if spec.is_leaf() or any(own != spec for _, own in opened):
+    if spec.is_leaf() or any(other != spec for _, other in opened):
         return SHARED
-    columns = zip(*(own for own, _ in opened), strict=True)
+    columns = zip(*(other for other, _ in opened), strict=True)
     return [_layout(child, column) for child, column in zip(children, columns, strict=True)]
 
 
@@ -476,13 +476,13 @@ def readings(
             hook.remove()
     # some pipelines tokenize again without limit, to warn about truncation
     limited = {r.tokenizer for r in readings_read if r.most is not None}
-    kept = [r for r in dict.fromkeys(readings_read) if r.most is not None or r.tokenizer not in limited]
-    if not isinstance(longest, int) or any(r.most == longest for r in kept):
-        return kept
-    for i, r in enumerate(kept):  # tokenizers do not get the limit: the pipeline truncates later, from the prompt on
+    limits = [r for r in dict.fromkeys(readings_read) if r.most is not None or r.tokenizer not in limited]
+    if not isinstance(longest, int) or any(r.most == longest for r in limits):
+        return limits
+    for i, r in enumerate(limits):  # tokenizers do not get the limit: the pipeline truncates later, from the prompt on
         end = longest + _token_lengths(_tokenizers(pipe)[r.tokenizer], r, [""])[0]
-        kept[i] = replace(r, most=end if r.most is None else min(r.most, end))
-    return kept
+        limits[i] = replace(r, most=end if r.most is None else min(r.most, end))
+    return limits
 
 
 def cut_prompts(pipe: DiffusionPipeline, read: Sequence[Reading], prompts: Sequence[str]) -> CutPrompts:
@@ -509,10 +509,10 @@ def kept_readings(folder: Path | None) -> list[Reading] | None:
     return None if stored is None else [Reading(*values) for values in stored]
 
 
-def keep_readings(folder: Path | None, known: Sequence[Reading]) -> None:
+def keep_readings(folder: Path | None, readings_read: Sequence[Reading]) -> None:
     """Store readings beside the encoded prompts of `data.cache`, so that text encoders need not be loaded."""
     if folder is not None:
-        write_answer(folder, "readings", [astuple(reading) for reading in known])
+        write_answer(folder, "readings", [astuple(reading) for reading in readings_read])
 
 
 def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:

@@ -192,11 +192,11 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
         )
     # `from_config` does not carry over defaults of the other class, and DDIM clips the predicted sample by default,
     # which would ruin latents of schedulers that never clip
-    kept = {name: config[name] for name in (*NOISE_SCHEDULE, *SPACING) if name in config}
+    shared = {name: config[name] for name in (*NOISE_SCHEDULE, *SPACING) if name in config}
     # schedulers that never clip, independent of their configuration
     shifted = isinstance(scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler)
     clips = config.get("clip_sample", False) and not shifted
-    ddim = DDIMScheduler.from_config(config, clip_sample=clips, **kept)
+    ddim = DDIMScheduler.from_config(config, clip_sample=clips, **shared)
     if shifted:  # snr_shift_scale changes the alphas, and DDIM does not have it
         ddim.alphas_cumprod = alphas.float()
         ddim.final_alpha_cumprod = ddim.final_alpha_cumprod if config.set_alpha_to_one else ddim.alphas_cumprod[0]
@@ -282,11 +282,11 @@ def _same_levels(scheduler: SchedulerMixin, ddim: DDIMScheduler, steps: int) -> 
     for kind in (theirs, ours):
         kind.set_timesteps(steps)
     timesteps, levels = _distinct_levels(theirs)
-    own = [int(t) for t in ours.timesteps]
+    actual = [int(t) for t in ours.timesteps]
     alphas = [float(ours.alphas_cumprod[t]) if t >= 0 else float(ours.final_alpha_cumprod)
-              for t in (step - ours.config.num_train_timesteps // steps for step in own)]  # fmt: skip
+              for t in (step - ours.config.num_train_timesteps // steps for step in actual)]  # fmt: skip
     written = [((1 - alpha) / alpha) ** 0.5 for alpha in alphas]
-    return timesteps == own and all(abs(a - b) <= 1e-3 * b for a, b in zip(written, levels[1:], strict=True))
+    return timesteps == actual and all(abs(a - b) <= 1e-3 * b for a, b in zip(written, levels[1:], strict=True))
 
 
 def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
@@ -295,12 +295,12 @@ def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
     for kind in (theirs, ours):
         kind.set_timesteps(SHOWN)
     # higher-order solvers evaluate some timesteps twice
-    own, actual = (list(dict.fromkeys(round(float(t)) for t in kind.timesteps)) for kind in (theirs, ours))
-    if len(own) != len(actual) or any(abs(a - b) > 1 for a, b in zip(own, actual, strict=True)):
+    expected, actual = (list(dict.fromkeys(round(float(t)) for t in kind.timesteps)) for kind in (theirs, ours))
+    if len(expected) != len(actual) or any(abs(a - b) > 1 for a, b in zip(expected, actual, strict=True)):
         logger.warning(
             "in %d steps %s samples at the timesteps %s, and DDIMScheduler at %s: images differ from those of the "
             "plain pipeline; set a DDIMScheduler there to get the same ones",
-            SHOWN, type(scheduler).__name__, " ".join(map(str, own)), " ".join(map(str, actual)),
+            SHOWN, type(scheduler).__name__, " ".join(map(str, expected)), " ".join(map(str, actual)),
         )  # fmt: skip
 
 

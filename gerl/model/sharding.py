@@ -167,13 +167,13 @@ def _of_diffusers(kind: type[ModelMixin], folder: Path, dtype: torch.dtype, keys
     with accelerate.init_empty_weights(), default_dtype(dtype):
         model = kind.from_config(kind.load_config(folder))
     model.register_to_config(_name_or_path=str(folder))
-    kept = type(model)._keep_in_fp32_modules or []
-    kept = kept if isinstance(kept, list) else [kept]
+    in_fp32 = type(model)._keep_in_fp32_modules or []
+    in_fp32 = in_fp32 if isinstance(in_fp32, list) else [in_fp32]
     names = {key: key for key in keys}
     if not (folder / f"{NAMES[ModelMixin]}.index.json").is_file():
         model._fix_state_dict_keys_on_load(names)
     state = model.state_dict()
-    dtypes = {name: torch.float32 if not set(kept).isdisjoint(name.split(".")) else dtype for name in state}
+    dtypes = {name: torch.float32 if not set(in_fp32).isdisjoint(name.split(".")) else dtype for name in state}
     return model, dtypes, names
 
 

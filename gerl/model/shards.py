@@ -86,9 +86,9 @@ class Shards:
             raise CheckpointError(f"{folder} cannot be read: {reason(error)}") from None
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._known: dict[str, TensorStorageMetadata] = {
-            name: known
-            for name, known in metadata.state_dict_metadata.items()
-            if isinstance(known, TensorStorageMetadata)
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
 
     def shapes(self) -> dict[str, torch.Tensor]:
@@ -114,8 +114,8 @@ class Shards:
         """Return a complete tensor on the CPU."""
         if name not in self._known:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
-        known = self._known[name]
-        values = torch.empty(known.size, dtype=known.properties.dtype)
+        entry = self._known[name]
+        values = torch.empty(entry.size, dtype=entry.properties.dtype)
         self.read_into({name: part_of(values)})
         return values
 

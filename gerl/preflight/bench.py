@@ -194,8 +194,8 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
 
 def picture_names(pipe: DiffusionPipeline, optional: bool) -> list[str]:
     """Return the condition images that the pipeline requires, or also the `optional` ones."""
-    known = inspect.signature(type(pipe).__call__).parameters
-    return [n for n in COLUMNS if n in known and (optional or known[n].default is inspect.Parameter.empty)]
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    return [n for n in COLUMNS if n in parameters and (optional or parameters[n].default is inspect.Parameter.empty)]
 
 
 def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Config) -> Prompt:

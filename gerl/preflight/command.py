@@ -106,14 +106,14 @@ def load(worker: PolicyWorker, report: Report) -> bool:
     report.load_seconds, report.load_peak = usage.seconds, usage.peak
     pipe = worker.policy.pipe
     kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SUBSTITUTES) else 0].__name__
-    own = replaced_scheduler(pipe, config.model)
+    scheduler = replaced_scheduler(pipe, config.model)
     report.pipeline, report.scheduler = type(pipe).__name__, kind
     report.components = findings.components(pipe.components, worker.policy.trained)
-    if own is not None and own != kind:
-        report.own_scheduler = own
+    if scheduler is not None and scheduler != kind:
+        report.own_scheduler = scheduler
         report.warnings.append(
-            f"training samples with {kind} instead of the pipeline's {own}, which has no transition kernel: images "
-            f"that {own} samples after training may differ from those in validation"
+            f"training samples with {kind} instead of the pipeline's {scheduler}, which has no transition kernel: "
+            f"images that {scheduler} samples after training may differ from those in validation"
         )
     if config.algorithm.needs.ratio:
         report.max_ratio_deviation = ratio_limit(config.actor, info.half_precision)
@@ -124,14 +124,14 @@ def project(bench: Bench, prompts: Sequence[Prompt], runs: Sequence[Run], report
     """Forecast time and memory of a trainer step, and report problems if the memory is not sufficient."""
     config, run, workers = bench.config, report.run, report.workers
     assert run is not None and workers is not None
-    own = {name: name for name in COLUMNS if bench.prompt.metadata.get(name)}
-    made_up = [Prompt(i, TEXT, {name: f"{i}" for name in own}) for i in range(config.rollout.prompts_per_step)]
+    pictured = {name: name for name in COLUMNS if bench.prompt.metadata.get(name)}
+    made_up = [Prompt(i, TEXT, {name: f"{i}" for name in pictured}) for i in range(config.rollout.prompts_per_step)]
     chosen = plan_prompts(prompt_schedule(config, prompts), prompts, 1) if prompts else made_up
     algorithm = build_algorithm(config)
     tasks = algorithm.plan(plan_samples(config, chosen, 1, 0))
     report.seconds = findings.forecast_seconds(config, tasks, workers, run, trained_share(algorithm, tasks))
     images = report.seconds.images_per_worker
-    largest = min(images, config.rollout.n) if own else images
+    largest = min(images, config.rollout.n) if pictured else images
     sizes = range(1, largest + 1)
     room = findings.capacity(bench.worker.device)
     if room is not None and bench.worker.device == "cpu":
@@ -139,7 +139,7 @@ def project(bench: Bench, prompts: Sequence[Prompt], runs: Sequence[Run], report
     report.memory = findings.forecast_memory(config, runs, run, images, sizes, room)
     findings.judge_memory(report, config)
     report.warnings += findings.judge_batches(
-        config, tasks, workers, config.rollout.n if own else report.seconds.images
+        config, tasks, workers, config.rollout.n if pictured else report.seconds.images
     )
     if (more := config.algorithm.dynamic_sampling) > 0:
         report.notes.append(f"algorithm.dynamic_sampling={more} may sample {more + 1} times as many images in a step")

@@ -68,11 +68,11 @@ def capacity(device: str) -> int | None:
     """Return the bytes that this process can use, on a CPU at most the container's limit; None if unknown."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-    available, own = (_kilobytes(PROC / name, key) for name, key in (("meminfo", "MemAvailable"), RESIDENT))
-    if available is None or own is None:
+    available, resident = (_kilobytes(PROC / name, key) for name, key in (("meminfo", "MemAvailable"), RESIDENT))
+    if available is None or resident is None:
         return None
     limits = [int(text) for path in LIMITS if (text := _read(path).strip()).isdecimal()]
-    return min([available + own, *limits])
+    return min([available + resident, *limits])
 
 
 def _kilobytes(path: Path, key: str) -> int | None:

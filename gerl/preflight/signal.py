@@ -80,21 +80,21 @@ def cosine(products: torch.Tensor) -> Cosine | None:
     share a batch are not independent.
     """
     norms = products.diagonal().sqrt()
-    known = [int(i) for i in (norms > 0).nonzero()]
-    if len(known) < 2:
+    nonzero = [int(i) for i in (norms > 0).nonzero()]
+    if len(nonzero) < 2:
         return None
-    cosines = (products / (norms[:, None] * norms))[known][:, known]
+    cosines = (products / (norms[:, None] * norms))[nonzero][:, nonzero]
 
     def mean(members: Sequence[int]) -> float:
         pairs = [float(cosines[a, b]) for i, a in enumerate(members) for b in members[i + 1 :]]
         return sum(pairs) / len(pairs)
 
-    everyone = list(range(len(known)))
-    if len(known) == 2:
+    everyone = list(range(len(nonzero)))
+    if len(nonzero) == 2:
         return Cosine(mean(everyone), None)
     without = [mean([b for b in everyone if b != a]) for a in everyone]
     centre = sum(without) / len(without)
-    variance = (len(known) - 1) / len(known) * sum((value - centre) ** 2 for value in without)
+    variance = (len(nonzero) - 1) / len(nonzero) * sum((value - centre) ** 2 for value in without)
     return Cosine(mean(everyone), math.sqrt(variance))
 
 
@@ -238,7 +238,7 @@ def measure(run: Run, number: int) -> BatchGradients:
     sums: Gradients = {}
     for gradients in fleet.trainers.run(step_gradients, by_task, pairs, fleet.pool(by_task, groups), groups):
         sums |= {k: sums[k] + new if k in sums else new for k, new in gradients.items()}
-    facts = {known.step: known for each in fleet.trainers.run(step_facts) for known in each}
+    facts = {fact.step: fact for each in fleet.trainers.run(step_facts) for fact in each}
     fleet.discard()
     fleet.clear()
     return BatchGradients(len(credit), sums, [facts[k] for k in sorted(facts)])
@@ -255,8 +255,8 @@ def step_gradients(
 def step_facts(worker: PolicyWorker) -> list[StepFacts]:
     """Return the `StepFacts` of the trained steps of a worker's trajectories, in order."""
     facts_of: dict[int, StepFacts] = {}
-    for kept in worker.trajectories.values():
-        for segment, tape in zip(kept.task.segments, kept.tapes, strict=True):
+    for trajectory in worker.trajectories.values():
+        for segment, tape in zip(trajectory.task.segments, trajectory.tapes, strict=True):
             if segment.trained:
                 facts_of |= {facts.step: facts for facts in worker.algorithm.step_facts(tape, segment.trained)}
     return [facts_of[k] for k in sorted(facts_of)]
@@ -273,7 +273,7 @@ def evaluate(config: Config, batches: Sequence[BatchGradients]) -> Signal:
     """Return the report on the gradients of the batches. Raises `TrainingError` if they are all 0."""
     gradients, facts = [batch.gradients for batch in batches], {f.step: f for b in batches for f in b.facts}
     steps = sorted({k for batch in gradients for k in batch})
-    known = [facts[k] for k in steps]
+    ordered = [facts[k] for k in steps]
     products = inner_products(gradients, steps)
     squares = products.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1)  # [N, T]
     if not squares.sum() > 0:
@@ -287,7 +287,7 @@ def evaluate(config: Config, batches: Sequence[BatchGradients]) -> Signal:
         return cosine(combined_products(products, factors))
 
     alone = torch.eye(len(steps)).tolist()
-    candidates = [*other_weights(config, known), *leading_windows(config, known)]
+    candidates = [*other_weights(config, ordered), *leading_windows(config, ordered)]
     signal = Signal(
         model=config.model.path,
         algorithm=config.algorithm.name,
@@ -297,7 +297,7 @@ def evaluate(config: Config, batches: Sequence[BatchGradients]) -> Signal:
         images=max(batch.images for batch in batches),
         parameters=max(len(next(iter(batch.values()), ())) for batch in gradients),
         steps=[
-            StepSignal(fact, float(norms[i]), float(shares[i]), agreement(alone[i])) for i, fact in enumerate(known)
+            StepSignal(fact, float(norms[i]), float(shares[i]), agreement(alone[i])) for i, fact in enumerate(ordered)
         ],
         update=Weighting("as configured", None, agreement([1.0] * len(steps))),
         choices=[Weighting(name, setting, agreement(factors)) for name, setting, factors in candidates],
@@ -341,9 +341,9 @@ def leading_windows(config: Config, facts: Sequence[StepFacts]) -> Iterator[Cand
             replace(config, sampling=replace(sampling, window_range=[first, m]))
         except ConfigError:  # for example if the tree splits later
             continue
-        kept = [float(fact.step < m) for fact in facts]
-        if sum(kept) < len(kept):
-            yield f"window_range=[{first},{m}]", f"sampling.window_range=[{first},{m}]", kept
+        weights = [float(fact.step < m) for fact in facts]
+        if sum(weights) < len(weights):
+            yield f"window_range=[{first},{m}]", f"sampling.window_range=[{first},{m}]", weights
 
 
 def recommended(signal: Signal) -> Weighting | None:

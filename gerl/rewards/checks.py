@@ -49,7 +49,7 @@ def read_prompts(
     most: int | None = None,
     arrange: Callable[[list[Prompt]], list[Prompt]] = list,
 ) -> list[Prompt]:
-    """Read at most `most` prompts of `given`, the value of `key`, as `arrange` orders them, and check the scorers."""
+    """Read at most `most` prompts of `entries`, the value of `key`, as `arrange` orders them, and check the scorers."""
     prompts = load_split(config, key, entries)
     if key == "data.train":
         check_mixture(config, prompts[:most])
@@ -128,11 +128,11 @@ def check_chosen(config: Config, columns: Collection[str] = (), sources: Collect
 
     columns: of the scorers that have been tried. sources: data sources of the held-out prompts.
     """
-    known = held_out_metrics(config, columns, sources)
+    metrics = held_out_metrics(config, columns, sources)
     for key, metric in chosen(config.checkpoint.best, config.trainer.stop_at).items():
         column, statistic = parts(metric)
         scorer, _, further = column.partition("/")
         untried = bool(further) and scorer in config.reward.scorers and scorer not in columns
         mean = f"val/{column}/mean" if statistic in OF_EVERY_COLUMN else metric
-        if mean not in known and not (untried and statistic in (*OF_EVERY_COLUMN, "best_of_n")):
-            raise ConfigError(unknown(key, metric, known))
+        if mean not in metrics and not (untried and statistic in (*OF_EVERY_COLUMN, "best_of_n")):
+            raise ConfigError(unknown(key, metric, metrics))

@@ -20,15 +20,17 @@ def keep_watched(
     """
     watched = {name: replace(scorer, weight=0.0, during="validation") for name, scorer in replaced.items()}
     reasons = {name: _obstacle(config, name, scorer, prompts, held_out) for name, scorer in watched.items()}
-    kept = {name: scorer for name, scorer in watched.items() if not reasons[name]}
-    said = []
+    scorers = {name: scorer for name, scorer in watched.items() if not reasons[name]}
+    sentences = []
     for reason in dict.fromkeys(reasons.values()):
         names = [name for name in reasons if reasons[name] == reason]
         stay, are, them = ("stays", "is", "it") if len(names) == 1 else ("stay", "are", "them")
         removal = " ".join(f"'~reward.scorers.{name}'" for name in names)
         what = f"{stay} watched in validation, unless you remove {them} with {removal}"
-        said.append(f"{' and '.join(names)} of the experiment {f'{are} not watched: {reason}' if reason else what}")
-    return _with_scorers(config, kept), "; ".join(said)
+        sentences.append(
+            f"{' and '.join(names)} of the experiment {f'{are} not watched: {reason}' if reason else what}"
+        )
+    return _with_scorers(config, scorers), "; ".join(sentences)
 
 
 def _obstacle(

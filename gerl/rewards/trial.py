@@ -47,8 +47,8 @@ def try_scorers(
         pool.wait_until_ready(0)
     trials: dict[str, tuple[list[Prompt], Images]] = {}
     for name, scorer in config.reward.scorers.items():
-        known = held_out if scorer.during == "validation" else prompts
-        shown = [prompt for prompt in known if applies(scorer, prompt)]
+        candidates = held_out if scorer.during == "validation" else prompts
+        shown = [prompt for prompt in candidates if applies(scorer, prompt)]
         if shown and name in manager.people:
             _reach(manager.pools[name], name)
         elif shown and name not in manager.on_worker:

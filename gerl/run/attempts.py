@@ -69,13 +69,13 @@ def held_out_metric(
     column, statistic = parts(metric)
     values = validation.rewards if column == "reward" else validation.by_scorer.get(column, [])
     rows = [row for row, text in enumerate(validation.prompts) if prompts is None or text in prompts]
-    own = [values[row] for row in rows] if values else []
-    if not known(own) or (column == "reward" and None in own):  # a scorer need not apply to all prompts
+    chosen = [values[row] for row in rows] if values else []
+    if not known(chosen) or (column == "reward" and None in chosen):  # a scorer need not apply to all prompts
         return None
     ids = validation.ids or range(len(validation.prompts))
     if statistic in ("mean", "gain"):
-        return mean(own)
-    column_attempts = attempts([ids[row] for row in rows], own, success.get(column)).get(statistic)
+        return mean(chosen)
+    column_attempts = attempts([ids[row] for row in rows], chosen, success.get(column)).get(statistic)
     return None if column_attempts is None else column_attempts.estimate().mean
 
 

@@ -382,8 +382,8 @@ class RunState:
             state = TypeAdapter(cls).validate_json(json.dumps(checkpoint.state))
             unusable = "worker" if state.worker is None else ""
             unusable = unusable or ("step" if state.step != checkpoint.step or state.step < 0 else "")
-            own = [PurePosixPath(name) for name in checkpoint.files if name.startswith(f"{EXTENSIONS}/")]
-            state.extensions |= {path.stem: checkpoint.read(str(path)) for path in own}
+            paths = [PurePosixPath(name) for name in checkpoint.files if name.startswith(f"{EXTENSIONS}/")]
+            state.extensions |= {path.stem: checkpoint.read(str(path)) for path in paths}
         except ValidationError as error:
             unusable = ".".join(map(str, error.errors()[0]["loc"]))
         if unusable:

@@ -145,8 +145,8 @@ def prune(root: Path, keep: int) -> None:
     if keep < 1:
         raise ValueError(f"keep={keep}: keep at least one checkpoint")
     intact = intact_checkpoints(root, load=verified)
-    kept = {c.path for c in [*intact[-keep:], *(_Judged(intact).needed if intact else [])]}
-    remove_checkpoints(root, [c.path for c in intact if c.path not in kept])
+    needed = {c.path for c in [*intact[-keep:], *(_Judged(intact).needed if intact else [])]}
+    remove_checkpoints(root, [c.path for c in intact if c.path not in needed])
 
 
 def criterion_of(checkpoint: Checkpoint) -> Criterion:
@@ -162,8 +162,8 @@ def criterion_of(checkpoint: Checkpoint) -> Criterion:
 def held_out_value(checkpoint: Checkpoint, metric: str) -> float | None:
     """Return a metric of the validation after the step of a checkpoint; None if it is missing or not finite."""
     stored = checkpoint.state.get("val_metrics")
-    known = {REWARD: checkpoint.state.get("val_reward"), **(stored if isinstance(stored, dict) else {})}
-    value = known.get(metric)
+    values = {REWARD: checkpoint.state.get("val_reward"), **(stored if isinstance(stored, dict) else {})}
+    value = values.get(metric)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
@@ -248,11 +248,15 @@ class _Judged:
     def _refusal(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """Say that the base model is to be used, what the earliest checkpoint has lost, and how it is taken anyway."""
         first, before = self.flagged[0], self.before
-        said = (
+        sentence = (
             "every validated checkpoint has signals of the guard: use the base model; already at the earliest, step "
             f"{first.step}, {self._fall(first, rows)}; step={first.step}, or {first.path}, takes it anyway"
         )
-        return said if before is None else f"{said}, and step={before.step} one before that, which was not validated"
+        return (
+            sentence
+            if before is None
+            else f"{sentence}, and step={before.step} one before that, which was not validated"
+        )
 
     def _fall(self, checkpoint: Checkpoint, rows: Sequence[Mapping[str, Any]]) -> str:
         """Say what fell in the last judgement of a checkpoint: a watched column if possible, else as the judge sees."""

@@ -464,13 +464,13 @@ class GuardLog:
     def __init__(self, run_dir: Path, step: int) -> None:
         self.path = run_dir / FILE
         rows = read_guard(run_dir)
-        kept = [row for row in rows if row["step"] <= step]
-        if len(kept) < len(rows):
-            write_file(self.path, "".join(f"{json.dumps(row)}\n" for row in kept))
-        self.empty = not kept
-        self.advised = {row.get("action") for row in kept if row["signal"] == "advice"}  # under these actions
+        earlier = [row for row in rows if row["step"] <= step]
+        if len(earlier) < len(rows):
+            write_file(self.path, "".join(f"{json.dumps(row)}\n" for row in earlier))
+        self.empty = not earlier
+        self.advised = {row.get("action") for row in earlier if row["signal"] == "advice"}  # under these actions
         self.latest: list[Signal] = []  # of the last validation, since the log was opened
-        self._said = {f"{row['signal']}/{row['column']}": int(row["step"]) for row in kept}
+        self._said = {f"{row['signal']}/{row['column']}": int(row["step"]) for row in earlier}
 
     def add(self, signals: Sequence[Signal], action: str) -> list[Signal]:
         """Write the signals of a validation; returns those due for a log line: new ones, and old ones now and then."""

@@ -112,9 +112,9 @@ def _changes(run_dir: Path, folder: Path, step: int) -> dict[str, tuple[float, f
     changes = {}
     for name, values in later.by_scorer.items():
         levels = [mean(one.by_scorer.get(name, ())) for one in earlier if one is not None]
-        known, after = [level for level in levels if level is not None], mean(values)
-        if known and after is not None:
-            changes[name] = max(known), after
+        earlier_levels, after = [level for level in levels if level is not None], mean(values)
+        if earlier_levels and after is not None:
+            changes[name] = max(earlier_levels), after
     return changes
 
 

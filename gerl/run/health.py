@@ -73,8 +73,8 @@ class Health:
         return metrics | self._stuck(groups)
 
     def _stuck(self, groups: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        known = [[value for value in group if value is not None] for group in groups]
-        scored = [group for group in known if len(group) > 1]
+        rewards = [[value for value in group if value is not None] for group in groups]
+        scored = [group for group in rewards if len(group) > 1]
         if not scored:
             return {}
         best = max(value for group in scored for value in group)
@@ -169,8 +169,8 @@ class Health:
         shortest = max(start + (sampling.get("window_size") or 1), 1 + max(algorithm.get("split_steps") or [0]))
         if largest > first and largest >= shortest:
             remedies.append(f"train the steps before it only, sampling.window_range=[{start},{largest}]")
-        said = " or ".join(remedies) + ("; " if remedies else "")
-        facts = {"largest": largest, "dominant": DOMINANT, "count": self._dominated, "remedies": said}
+        advice = " or ".join(remedies) + ("; " if remedies else "")
+        facts = {"largest": largest, "dominant": DOMINANT, "count": self._dominated, "remedies": advice}
         yield "one step", self._sentence("one step", share=share, **facts)
 
     def _falling(self, row: Row) -> Said:

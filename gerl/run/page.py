@@ -94,8 +94,8 @@ class Columns:
         while i < len(steps):
             part = steps[i] // width
             end = bisect_left(steps, (part + 1) * width, i)
-            known = [value for value in values[i:end] if math.isfinite(value)]
-            three = (math.fsum(known) / len(known), min(known), max(known)) if known else (None, None, None)
+            finite = [value for value in values[i:end] if math.isfinite(value)]
+            three = (math.fsum(finite) / len(finite), min(finite), max(finite)) if finite else (None, None, None)
             for column, value in zip(curve.values(), (part * width, *(_rounded(v, 5) for v in three)), strict=True):
                 column.append(value)
             i = end
@@ -111,8 +111,8 @@ class Columns:
     def latest(self, name: str, count: int = 1) -> float | None:
         """Return the mean of the last `count` values of a metric; None without values."""
         _, values = self.values.get(name, (None, array("d")))
-        known = [value for value in values[-count:] if math.isfinite(value)]
-        return math.fsum(known) / len(known) if known else None
+        finite = [value for value in values[-count:] if math.isfinite(value)]
+        return math.fsum(finite) / len(finite) if finite else None
 
 
 # --- Everything a page shows of one run; unchanged files are not read again
@@ -156,10 +156,10 @@ class RunData:
     def keep(self, name: str, now: object, make: Callable[[], T]) -> T:
         """Return the cached value of `name`, made again if `now` has changed."""
         with self._lock:
-            known = self._kept.get(name)
-            if known is None or known[0] != now:
-                known = self._kept[name] = now, make()
-            kept: T = known[1]
+            stored = self._kept.get(name)
+            if stored is None or stored[0] != now:
+                stored = self._kept[name] = now, make()
+            kept: T = stored[1]
             return kept
 
     def config(self) -> tuple[str, dict[str, Any]]:
@@ -440,10 +440,10 @@ class HeldOut:
     def read(self) -> dict[str, Any]:
         """Return the `prompts` [N] of the newest validation, the `steps` [S] with the same prompts, and rewards."""
         read = {step: self._numbers(step, self._signature(step)) for step in validation_steps(self.folder)}
-        known = {step: validation for step, validation in read.items() if validation is not None}
-        prompts = known[max(known)].prompts if known else []
-        steps = _spread([step for step, validation in known.items() if validation.prompts == prompts], STEPS)
-        self.validations = {step: known[step] for step in steps}
+        readable = {step: validation for step, validation in read.items() if validation is not None}
+        prompts = readable[max(readable)].prompts if readable else []
+        steps = _spread([step for step, validation in readable.items() if validation.prompts == prompts], STEPS)
+        self.validations = {step: readable[step] for step in steps}
         rows = list(self.validations.values())
         return {
             "prompts": prompts,
@@ -613,19 +613,19 @@ def _held_out(run: RunData) -> tuple[dict[str, Any], dict[str, str]]:
     most = len(values["shown"])
     rows: list[int] = []
     for row in _spread(values["shown"], most)[:1]:  # estimates the size of one prompt
-        own = _pictures(run, steps, row)
-        most = max(1, min(most, BYTES // max(1, sum(map(len, own.values())))))
+        of_row = _pictures(run, steps, row)
+        most = max(1, min(most, BYTES // max(1, sum(map(len, of_row.values())))))
     for row in _spread(values["shown"], most):
-        own = _pictures(run, steps, row)
-        if len(own) == len(steps):
+        of_row = _pictures(run, steps, row)
+        if len(of_row) == len(steps):
             rows.append(row)
-            pictures |= own
+            pictures |= of_row
     return values | {"shown": rows}, pictures
 
 
 def _pictures(run: RunData, steps: Sequence[int], row: int) -> dict[str, str]:
-    known = {step: run.picture(step, row) for step in steps}
-    return {f"{step}/{row}": data_uri(*picture) for step, picture in known.items() if picture is not None}
+    by_step = {step: run.picture(step, row) for step in steps}
+    return {f"{step}/{row}": data_uri(*picture) for step, picture in by_step.items() if picture is not None}
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:

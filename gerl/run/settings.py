@@ -65,8 +65,8 @@ def planned_steps(run_dir: Path, config: Values) -> int | None:
 def learning_rate(config: Values) -> float | None:
     """Return the learning rate of the trained weights, None if unknown."""
     train, lr = get(config, "model", "train") or "lora", get(config, "actor", "lr")
-    own = get(config, "actor", "full_lr")
-    return lr if train == "lora" else own or (lr / FULL if isinstance(lr, int | float) else None)
+    full_rate = get(config, "actor", "full_lr")
+    return lr if train == "lora" else full_rate or (lr / FULL if isinstance(lr, int | float) else None)
 
 
 def changes(config: Values) -> list[tuple[str, str, str]]:
@@ -87,10 +87,10 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
     scorer = dataclasses.asdict(ScorerConfig())
     defaults["reward"]["scorers"] = {each: scorer for each in get(config, "reward", "scorers") or {}}
     settings = {key: value for key, value in config.items() if key not in ("experiment", "preset")}
-    usual, own = _flat(defaults), _flat(redacted(settings))
+    usual, current = _flat(defaults), _flat(redacted(settings))
     changed = [
         (key, shown_setting(value), shown_setting(usual[key]) if key in usual else "-")
-        for key, value in own.items()
+        for key, value in current.items()
         if key not in usual or value != usual[key]
     ]
     return changed + [
@@ -102,9 +102,9 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
 
 def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
     """Return (key, value, value in `other`) of the keys that differ, without secrets; "-" marks a missing key."""
-    own, its = _flat(redacted(config)), _flat(redacted(other))
-    keys = [key for key in {**own, **its} if key not in own or key not in its or own[key] != its[key]]
-    shown = [{key: shown_setting(value) for key, value in values.items()} for values in (own, its)]
+    ours, its = _flat(redacted(config)), _flat(redacted(other))
+    keys = [key for key in {**ours, **its} if key not in ours or key not in its or ours[key] != its[key]]
+    shown = [{key: shown_setting(value) for key, value in values.items()} for values in (ours, its)]
     return [(key, shown[0].get(key, "-"), shown[1].get(key, "-")) for key in keys]
 
 

@@ -34,9 +34,9 @@ class MetricsLog:
         with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
-                kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
-                write_file(self._path, "".join(json.dumps(row) + "\n" for row in kept))
-                self._last_step = max((row["step"] for row in kept), default=-1)
+                earlier = [row for row in read_metrics(self._path) if row["step"] <= start_step]
+                write_file(self._path, "".join(json.dumps(row) + "\n" for row in earlier))
+                self._last_step = max((row["step"] for row in earlier), default=-1)
             self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -49,9 +49,9 @@ class MetricsLog:
         self._last_step = step
         values = {name: float(value) for name, value in metrics.items()}
         time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        known = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         with writing(self._path):
-            self._file.write(json.dumps({"step": step, "time": time, **known}) + "\n")
+            self._file.write(json.dumps({"step": step, "time": time, **finite}) + "\n")
             self._file.flush()
         if not self._path.exists():  # writing to a deleted file does not fail
             raise GerlError(
@@ -130,5 +130,5 @@ def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
 def best_step(rows: Rows) -> tuple[int, float] | None:
     """The step with the highest held-out reward, the last one of equals; None with fewer than two measurements."""
     x, y = series(rows, "val/reward/mean")
-    known = [(float(value), int(step)) for step, value in zip(x, y, strict=True) if np.isfinite(value)]
-    return max(known)[::-1] if len(known) > 1 else None
+    finite = [(float(value), int(step)) for step, value in zip(x, y, strict=True) if np.isfinite(value)]
+    return max(finite)[::-1] if len(finite) > 1 else None

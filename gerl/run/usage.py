@@ -60,7 +60,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
     prompt = call.pop("prompt", "a prompt" if validation is None else validation.prompts[validation.shown[0]])
     components = [line.replace("DTYPE", dtype) for line in drawing.components]
     libraries = [name for name in ("diffusers", "transformers") if any(f"={name}." in line for line in components)]
-    own = any(line.startswith("load_lora(") for line in loads)
+    loads_itself = any(line.startswith("load_lora(") for line in loads)
     shown = {
         "base": base_path(config),
         "dtype": dtype,
@@ -69,7 +69,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
         "call": call,
         "prompt": prompt,
     }
-    shown |= {"components": components, "libraries": libraries, "own_loader": own, "key": DTYPE}
+    shown |= {"components": components, "libraries": libraries, "own_loader": loads_itself, "key": DTYPE}
     return render("program.py.j2", drawing=drawing, **shown)
 
 

@@ -77,7 +77,7 @@ def estimate_share(
     for i, value in zip(prompt_ids, values, strict=True):
         if value is not None:
             prompts.setdefault(i, set()).add(value)
-    if result.count < 2 or not all(own in ({0.0}, {1.0}) for own in prompts.values()):
+    if result.count < 2 or not all(scores in ({0.0}, {1.0}) for scores in prompts.values()):
         return result
     return Estimate(result.mean, *wilson_interval(result.mean, result.count, confidence), result.count)
 
@@ -370,8 +370,8 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True, name: str =
         pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
         validation = VALIDATION.validate_python({**values, "pixels": pixels})
     except (*DAMAGED, ValidationError) as error:
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise GerlError(f"the validation {path} cannot be read ({said}); delete it to skip it") from error
+        problem = " ".join(str(error).split())[:200] or type(error).__name__
+        raise GerlError(f"the validation {path} cannot be read ({problem}); delete it to skip it") from error
     lengths = {
         len(column) for column in (validation.rewards, *validation.by_scorer.values(), *validation.looks.values())
     }
@@ -439,18 +439,18 @@ def paired_gains(first: Validation, later: Validation) -> dict[str, Estimate]:
 def judged(validation: Validation, first: Validation) -> dict[str, list[float | None]]:
     """Return the judgement of the base model as columns, from its errors (`gerl.workers.base_judge`), if there are any.
 
-    `base/alignment`: log((other + c) / (own + c)), the evidence for an image's own prompt against another one. c, the
-    mean of `own` over the `first` validation of the run, keeps traces in the latents that no eye sees from counting.
-    `base/surprise`: log(own), how unlikely the image is.
+    `base/alignment`: log((other + c) / (own + c)), the evidence for an image's own prompt against another one, from the
+    errors under either. c, the mean of `own` over the `first` validation of the run, keeps traces in the latents that no
+    eye sees from counting. `base/surprise`: log(own), how unlikely the image is.
     """
     unknown: list[float | None] = [None] * len(validation.prompts)
-    own, other = (validation.looks.get(name, unknown) for name in JUDGED)
+    under_prompt, other = (validation.looks.get(name, unknown) for name in JUDGED)
     floor = mean(first.looks.get(JUDGED[0], []))
     if floor is None:
         return {}
-    pairs = zip(own, other, strict=True)
+    pairs = zip(under_prompt, other, strict=True)
     alignment = [None if a is None or b is None else math.log((b + floor) / (a + floor)) for a, b in pairs]
-    surprise = [None if a is None else math.log(a) for a in own]
+    surprise = [None if a is None else math.log(a) for a in under_prompt]
     columns = {"base/alignment": alignment, "base/surprise": surprise}
     return {name: values for name, values in columns.items() if known(values)}
 

@@ -78,14 +78,16 @@ class Summary:
 
 def summarise(name: str, values: Sequence[float | None]) -> Summary:
     """Summarise a column, ignoring None."""
-    known = np.array([value for value in values if value is not None], dtype=np.float64)
-    if not len(known):
+    scored = np.array([value for value in values if value is not None], dtype=np.float64)
+    if not len(scored):
         return Summary(name, 0, math.nan, math.nan, math.nan, math.nan, math.nan, [])
-    low, high = float(known.min()), float(known.max())
+    low, high = float(scored.min()), float(scored.max())
     # a range below float resolution cannot be divided into equal parts
     flat = high - low <= 1e-9 * max(abs(low), abs(high))
-    bins = [] if flat else [int(count) for count in np.histogram(known, BINS, (low, high))[0]]
-    return Summary(name, len(known), float(known.mean()), float(known.std()), low, float(np.median(known)), high, bins)
+    bins = [] if flat else [int(count) for count in np.histogram(scored, BINS, (low, high))[0]]
+    return Summary(
+        name, len(scored), float(scored.mean()), float(scored.std()), low, float(np.median(scored)), high, bins
+    )
 
 
 def write_tables(folder: Path, images: Sequence[ScoredImage]) -> None:
@@ -441,9 +443,9 @@ def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage],
     `ids`: the prompt of each image.
     """
     out = request.out
-    known = list(dict.fromkeys(name for image in images for name in image.values))
+    names = list(dict.fromkeys(name for image in images for name in image.values))
     # a scorer that failed in the first batch adds its further columns late: keep them beside it
-    columns = dict.fromkeys(c for name in reward.scorers for c in known if c == name or c.startswith(f"{name}/"))
+    columns = dict.fromkeys(c for name in reward.scorers for c in names if c == name or c.startswith(f"{name}/"))
     images = [replace(image, values={name: image.values.get(name) for name in (TOTAL, *columns)}) for image in images]
     write_tables(out, images)
     weights = {name: scorer.weight for name, scorer in reward.scorers.items()}

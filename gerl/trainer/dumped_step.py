@@ -69,12 +69,12 @@ class ReplayFleet(LocalFleet):
 
     def gather(self) -> None:
         """Give the worker the trajectories of all processes."""
-        self.worker.trajectories = {i: t for kept in self.parts.values() for i, t in kept.items()}
+        self.worker.trajectories = {i: t for trajectories in self.parts.values() for i, t in trajectories.items()}
 
     def in_turn(self, work: Callable[[], R]) -> Iterator[R]:
         """Yield the result of `work` with the trajectories of each process, and its limit of a micro-batch."""
-        for process, kept in sorted(self.parts.items()):
-            self.worker.trajectories, self.worker.actor.most = dict(kept), self.limits[process]
+        for process, trajectories in sorted(self.parts.items()):
+            self.worker.trajectories, self.worker.actor.most = dict(trajectories), self.limits[process]
             yield work()
         self.gather()
 

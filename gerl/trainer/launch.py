@@ -261,8 +261,8 @@ def closing_screen(config: Config, run_dir: Path, step: int, seconds: float) -> 
     )
     lines += [f"report: {written}"] + ([] if offered is None else [trained])
     if choice is not None and offered != step:
-        said = "" if offered is None else "the last step has signals; use "
-        lines.append(f"guard:  {said}{choice.why}")
+        note = "" if offered is None else "the last step has signals; use "
+        lines.append(f"guard:  {note}{choice.why}")
     lines.append("")
     if code := usage(run_dir, asdict(config), validations):
         sampled = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)

@@ -137,9 +137,9 @@ def bring_together(run: Run, new: Sequence[int], state: WorkerFiles | None) -> N
         return
     before, root = run.state.step, run.run_dir / "checkpoints"
     checkpoint = next((c for path in reversed(checkpoint_paths(root)) if (c := _intact(path))), None)
-    kept = None if run.fleet.recovery is None else run.fleet.recovery.newest_copy()
-    if kept is not None and (checkpoint is None or checkpoint.step < kept[0].step):
-        load_copy(run, *kept)
+    copied = None if run.fleet.recovery is None else run.fleet.recovery.newest_copy()
+    if copied is not None and (checkpoint is None or checkpoint.step < copied[0].step):
+        load_copy(run, *copied)
     elif checkpoint is not None:
         run.load(checkpoint)
     else:
@@ -227,10 +227,10 @@ def save_last_step(run: Run) -> str:
         if failure and run.fleet.cluster.alive:
             failure = _save_from_any(run)
         recovery = run.fleet.recovery
-        kept = recovery.newest_copy() if failure and recovery is not None else None
-        if kept is not None and kept[0].step > (run.history.saved or 0):
-            run.restore(kept[0])
-            run.save(held=Held.of(*kept[1]))
+        copied = recovery.newest_copy() if failure and recovery is not None else None
+        if copied is not None and copied[0].step > (run.history.saved or 0):
+            run.restore(copied[0])
+            run.save(held=Held.of(*copied[1]))
             failure = ""
     return failure
 

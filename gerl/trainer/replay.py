@@ -170,8 +170,8 @@ class Comparison:
     def beyond(self) -> list[Number]:
         """The numbers that differ by more than the tolerance; the weights if they alone are not bitwise equal."""
         alone = self.weights is False and all(number.difference == 0 for number in self.numbers)
-        own = [Number("weights", None, None, math.nan)] if alone else []
-        return [number for number in self.numbers if not number.within(self.tolerance)] + own
+        of_weights = [Number("weights", None, None, math.nan)] if alone else []
+        return [number for number in self.numbers if not number.within(self.tolerance)] + of_weights
 
     @property
     def exact(self) -> bool:
@@ -214,9 +214,9 @@ def shown(value: float | None) -> str:
 
 def difference(name: str, run: float | None, replay: float | None) -> float:
     """Return the difference relative to the larger number; NaN if only one of them is a number."""
-    known = [value is not None and math.isfinite(value) for value in (run, replay)]
-    if not all(known):
-        return 0.0 if not any(known) else math.nan
+    comparable = [value is not None and math.isfinite(value) for value in (run, replay)]
+    if not all(comparable):
+        return 0.0 if not any(comparable) else math.nan
     assert run is not None and replay is not None
     floor = 0.0 if any(part in name for part in RELATIVE) else 1.0 if "ratio" in name else FLOOR
     return 0.0 if run == replay else abs(run - replay) / max(abs(run), abs(replay), floor)

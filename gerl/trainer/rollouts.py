@@ -34,8 +34,8 @@ class Rollouts:
     def wait_until_sampled(self, rollout: PendingRollout, step: Step) -> None:
         """Wait until all images of a rollout are sampled; scoring continues meanwhile."""
         what = "sampling" if self.config.data.train_on == "rollouts" else "reading"
-        said = f"{what} {rollout.total} images"
-        with waiting(said, self.progress_of(rollout), self.patience), step.watch("rollout"):
+        announced = f"{what} {rollout.total} images"
+        with waiting(announced, self.progress_of(rollout), self.patience), step.watch("rollout"):
             rollout.wait_until_sampled()
 
     def score(
@@ -50,8 +50,8 @@ class Rollouts:
         meanwhile: called while scores are missing. dataset_images: whether some of the images are from files, which
         have no scores.
         """
-        said = f"scoring {rollout.total} images"
-        with waiting(said, self.progress_of(rollout), self.patience), step.watch("reward_wait"):
+        announced = f"scoring {rollout.total} images"
+        with waiting(announced, self.progress_of(rollout), self.patience), step.watch("reward_wait"):
             scores_by_task = rollout.finish(self.next, meanwhile)
         tasks = rollout.dispatch.finish()
         for task, scores in zip(tasks, scores_by_task, strict=True):

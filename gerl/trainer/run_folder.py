@@ -84,8 +84,8 @@ def identity(config: Config) -> dict[str, str]:
 def check_identity(checkpoint: Checkpoint, digests: dict[str, str]) -> None:
     """Raise `CheckpointError` if a digest differs from the checkpoint's; digests it lacks are not compared."""
     saved = checkpoint.state.get("identity")
-    known = saved if isinstance(saved, dict) else {}
-    changed = [key for key, value in digests.items() if known.get(key, value) != value]
+    recorded = saved if isinstance(saved, dict) else {}
+    changed = [key for key, value in digests.items() if recorded.get(key, value) != value]
     if changed:
         raise CheckpointError(
             f"{checkpoint.path} cannot be resumed: the content of {' and '.join(changed)} has changed since then; "
@@ -140,10 +140,10 @@ class RunFolder:
         step = -1 if self.checkpoint is None else self.checkpoint.step
         self.begin()
         set_aside(self.path, step)
-        kept, text = self.path / f"config.step_{step}.yaml", self.composed.yaml()
+        earlier, text = self.path / f"config.step_{step}.yaml", self.composed.yaml()
         private = holds_secrets(self.composed.config)
-        if self.changes and self.checkpoint is not None and not kept.exists():
-            write_file(kept, self.before, private)
+        if self.changes and self.checkpoint is not None and not earlier.exists():
+            write_file(earlier, self.before, private)
         if text != (self.path / CURRENT).read_text(encoding="utf-8"):
             write_file(self.path / CURRENT, text, private)
         logger.info("resumed from %s", self.checkpoint.path if self.checkpoint is not None else "the beginning")
@@ -426,14 +426,14 @@ def _is_null(settings: Settings, key: str) -> bool:
 def _check_choices(asked: ParsedCommand, file: Path, experiment: str, preset: str, algorithm: str) -> None:
     """Raise `ConfigError` if `experiment=` or `algorithm=` differs from the run's."""
     chosen = asked.preset if preset else str(asked.values["algorithm"]["name"])
-    for key, requested, own in (
+    for key, requested, original in (
         ("experiment", asked.experiment, experiment),
         ("algorithm", chosen, preset or algorithm),
     ):
-        if key in asked.given and own and requested != own:
+        if key in asked.given and original and requested != original:
             raise ConfigError(
-                f"{key}={requested}: the run was started with {key}={own} ({file}), which cannot change; remove it and "
-                "give only the keys to change, or start a new run with checkpoint.resume=never"
+                f"{key}={requested}: the run was started with {key}={original} ({file}), which cannot change; remove it "
+                "and give only the keys to change, or start a new run with checkpoint.resume=never"
             )
 
 
@@ -479,19 +479,19 @@ def _say_finished(run_dir: Path, step: int, changed: Sequence[Change], epochs: i
 
 def _log_kept_values(config: Config, asked: ParsedCommand) -> None:
     """Log the values of the run that differ from its experiment or preset given again."""
-    own, values = settings_of(config), asked.values
-    named, scorers = values["reward"]["scorers"], own["reward"]["scorers"]
+    settings, values = settings_of(config), asked.values
+    named, scorers = values["reward"]["scorers"], settings["reward"]["scorers"]
     if not named:
-        own = without(own, ["reward.scorers"])
+        settings = without(settings, ["reward.scorers"])
     else:
-        own["reward"]["scorers"] = {n: s for n, s in scorers.items() if n in named or not stays_watched(s)}
+        settings["reward"]["scorers"] = {n: s for n, s in scorers.items() if n in named or not stays_watched(s)}
     # `auto` has no other value: the run's is what it stands for
-    if kept := [
+    if ignored := [
         change
-        for change in changes(own, values)
+        for change in changes(settings, values)
         if AUTO not in (change.new if isinstance(change.new, list) else [change.new])
     ]:
         names = {"experiment": asked.experiment, "algorithm": asked.preset}
         requested = " ".join(f"{key}={value}" for key, value in names.items() if key in asked.given)
-        said = ", ".join(f"{key} {shown(old)} (not {shown(new)})" for key, old, new in map(astuple, kept))
-        logger.info("kept from the run, although %s has other values: %s", requested, said)
+        words = ", ".join(f"{key} {shown(old)} (not {shown(new)})" for key, old, new in map(astuple, ignored))
+        logger.info("kept from the run, although %s has other values: %s", requested, words)

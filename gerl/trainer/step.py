@@ -167,8 +167,8 @@ def _best(scores: Scores, values: Sequence[float | None]) -> list[float]:
 
 def mean(values: Sequence[float | bool | None]) -> float:
     """Return the mean of the values that are not None, NaN if all are."""
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else float("nan")
+    numbers = [v for v in values if v is not None]
+    return sum(numbers) / len(numbers) if numbers else float("nan")
 
 
 # --- Credit of the samples
@@ -229,16 +229,16 @@ def _diversity(algorithm: ShapedConfig, scores: Scores, rows: Sequence[int]) -> 
 
 def _counted(scorer: ScorerConfig, scores: Sequence[float | None], ids: torch.Tensor) -> torch.Tensor:
     """A scorer's part of the total before its weight, `[B]`: shaped and normalised; 0 where it does not apply."""
-    known = torch.tensor([score is not None for score in scores])
+    is_scored = torch.tensor([score is not None for score in scores])
     values = torch.tensor([rescaled(scorer, score) for score in scores if score is not None])
     match scorer.normalise:
         case "group":
-            values = group_advantages(values, ids[known])
+            values = group_advantages(values, ids[is_scored])
         case "batch":
             values = batch_advantages(values)
         case "rank":
-            values = group_ranks(values, ids[known])
-    return torch.zeros(len(scores)).masked_scatter(known, values)
+            values = group_ranks(values, ids[is_scored])
+    return torch.zeros(len(scores)).masked_scatter(is_scored, values)
 
 
 # --- Images without a score in training: their groups are dropped, or the run stops

@@ -280,10 +280,10 @@ def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:
     del config  # the run composes its configuration again, with all checks
     hydra = HydraConfig.get()
     overrides, place = [str(override) for override in hydra.overrides.task], Path(hydra.runtime.output_dir)
-    own = [override for override in overrides if composition.key_of(override) not in plan.fixed]
+    swept = [override for override in overrides if composition.key_of(override) not in plan.fixed]
     run_dir, started = _shown(place), time.time()
-    logger.info("\nrun %d of the sweep: %s", hydra.job.num, " ".join(own))
-    job = {"number": int(hydra.job.num), "overrides": overrides, "swept": own, "code": None, "at": started}
+    logger.info("\nrun %d of the sweep: %s", hydra.job.num, " ".join(swept))
+    job = {"number": int(hydra.job.num), "overrides": overrides, "swept": swept, "code": None, "at": started}
     write_file(place / JOB, json.dumps(job) + "\n")
     code: int | None = None
     try:
@@ -373,8 +373,8 @@ def result(run_dir: Path) -> dict[str, Any]:
         rows = []
     points: dict[str, list[tuple[float, int]]] = {HELD_OUT: [], TRAINED: []}
     for name, values in points.items():
-        known = ((row.get(name), row["step"]) for row in rows)
-        values += [(float(v), step) for v, step in known if isinstance(v, int | float) and math.isfinite(v)]
+        pairs = ((row.get(name), row["step"]) for row in rows)
+        values += [(float(v), step) for v, step in pairs if isinstance(v, int | float) and math.isfinite(v)]
     reward = next((name for name, values in points.items() if values), None)
     measured = points[reward] if reward else []
     best, step = max(measured, default=(None, None))
@@ -388,8 +388,8 @@ def write_table(folder: Path) -> None:
     columns = ["number", *_varied(jobs), "reward", "final", "best", "best_step", "end", "seconds", "folder"]
     csv = csv_text(columns, [{column: row.get(column) for column in columns} for row in rows])
     write_file(folder / "sweep.csv", csv)
-    known = [{k: v for k, v in row.items() if k in columns} for row in rows]
-    whole = [row | {"overrides": job["overrides"]} for row, job in zip(known, jobs, strict=True)]
+    shown = [{k: v for k, v in row.items() if k in columns} for row in rows]
+    whole = [row | {"overrides": job["overrides"]} for row, job in zip(shown, jobs, strict=True)]
     write_file(folder / "sweep.json", json.dumps({"runs": whole}, indent=2) + "\n")
 
 
@@ -426,5 +426,5 @@ def _row(job: Job) -> dict[str, Any]:
     sessions = read_sessions(folder / CARD)
     error = sessions[-1].get("error") if sessions and code else None
     end = "unfinished" if code is None else "finished" if code == 0 else error or f"exit code {code}"
-    own = {"number": job["number"], "end": end, "seconds": job.get("seconds"), "folder": job["folder"]}
-    return {**_given(job), **result(folder), **own}
+    values = {"number": job["number"], "end": end, "seconds": job.get("seconds"), "folder": job["folder"]}
+    return {**_given(job), **result(folder), **values}

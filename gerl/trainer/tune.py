@@ -227,12 +227,12 @@ class Search:
         asked = json.loads(json.dumps(asdict(self.request)))
         if file.exists():
             try:
-                known = TypeAdapter(Content).validate_python(read_json(file))
+                stored = TypeAdapter(Content).validate_python(read_json(file))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{file} cannot be read ({reason(error)}): repair it, or choose a new out") from None
-            if changed := [name for name, value in known["request"].items() if asked.get(name) != value]:
+            if changed := [name for name, value in stored["request"].items() if asked.get(name) != value]:
                 raise ConfigError(f"out={self.folder}: there {', '.join(changed)} were others; choose a new folder")
-            for result in known["results"]:
+            for result in stored["results"]:
                 self.results[Trial(result.preset, result.rate, result.round).name] = result
             logger.info("resumed the search in %s after %d trials", self.folder, len(self.results))
         elif self.folder.exists() and any(self.folder.iterdir()):
@@ -316,8 +316,8 @@ class Search:
     @property
     def best(self) -> Result | None:
         """The trial with the best held-out reward of all rounds; a longer trial of a later round may end lower."""
-        known = [result for result in self.results.values() if result.reward is not None]
-        return max(known, key=lambda result: (result.reward, result.round), default=None)
+        validated = [result for result in self.results.values() if result.reward is not None]
+        return max(validated, key=lambda result: (result.reward, result.round), default=None)
 
     def measure(self, trial: Trial, steps: int, every: int) -> Result:
         """Run a trial with a validation every so many steps, or return its result if it is known."""
@@ -345,13 +345,13 @@ class Search:
     def arguments(self, trial: Trial, steps: int, every: int) -> list[str]:
         """Return the command line of a trial, which resumes from its checkpoint if there is one."""
         place = self.folder / TRIALS / trial.name
-        own = {
+        fixed = {
             "algorithm": trial.preset, "actor.lr": f"{self.learning_rate(trial, steps):g}",
             "actor.lr_schedule": "linear", "trainer.steps": steps, "validation.every": every,
         }  # fmt: skip
         resume = {"checkpoint.resume": "auto"} if (place / "checkpoints").exists() else {}
         few = {"validation.max_prompts": 1} if trial.round == 0 else {}
-        chosen = own | resume | few
+        chosen = fixed | resume | few
         common = [k for k in self.request.keys if key_of(k) not in chosen]
         return [*common, *(f"{name}={value}" for name, value in chosen.items()), f"hydra.run.dir={quoted(str(place))}"]
 
@@ -382,8 +382,8 @@ class Search:
             f"evaluations={request.budget:.0f}" if request.unit == "evaluations" else f"within={request.budget:.0f}s"
         )
         target = [] if request.target is None else [f"reward={request.target:g}"]
-        own = [f"presets={','.join(request.presets)}", f"rates={','.join(request.rates)}"]
-        return ["gerl", "tune", budget, *target, *own, *(typed(dict([k.split("=", 1)])) for k in request.keys)]
+        lists = [f"presets={','.join(request.presets)}", f"rates={','.join(request.rates)}"]
+        return ["gerl", "tune", budget, *target, *lists, *(typed(dict([k.split("=", 1)])) for k in request.keys)]
 
     def gain(self, result: Result) -> Estimate | None:
         """Return the gain of a trial over its first validation, None with fewer than two validations."""
@@ -400,8 +400,8 @@ class Search:
         last = max((result.round for result in results), default=0)
         rounds = []
         for number in sorted({0, *(result.round for result in results)}):
-            own = [result for result in results if result.round == number]
-            rounds.append({"number": number, "trials": [(result, self.verdict(result, last)) for result in own]})
+            of_round = [result for result in results if result.round == number]
+            rounds.append({"number": number, "trials": [(result, self.verdict(result, last)) for result in of_round]})
         gain = None if self.best is None else self.gain(self.best)
         spent = sum(result.cost for result in results)
         return render(
@@ -454,13 +454,13 @@ def affordable(
 
     The dearest are dropped, of equally dear ones the last. per_step: the cost of a preset's trainer step.
     """
-    kept = list(candidates)
-    while len(kept) > 1:
-        cost, last = max((per_step[preset], i) for i, (preset, _) in enumerate(kept))
-        if FEWEST_STEPS * cost <= budget * schedule(len(kept))[1][0] / len(kept):
+    affordable_trials = list(candidates)
+    while len(affordable_trials) > 1:
+        cost, last = max((per_step[preset], i) for i, (preset, _) in enumerate(affordable_trials))
+        if FEWEST_STEPS * cost <= budget * schedule(len(affordable_trials))[1][0] / len(affordable_trials):
             break
-        del kept[last]
-    return kept
+        del affordable_trials[last]
+    return affordable_trials
 
 
 def total(row: Mapping[str, Any], *names: str) -> float:
@@ -476,15 +476,15 @@ def read_result(trial: Trial, place: Path, steps: int, lr: float, code: int, ela
     rows = read_metrics(place / METRICS) if (place / METRICS).exists() else []
     error = ""
     if code:
-        said = read_log(place.with_name(f"{trial.name}.log"))
-        last = said[-1] if said else f"it ended with exit code {code} before it wrote a line"
-        error = next((line.removeprefix("error: ") for line in said[::-1] if line.startswith("error: ")), last)
+        lines = read_log(place.with_name(f"{trial.name}.log"))
+        last = lines[-1] if lines else f"it ended with exit code {code} before it wrote a line"
+        error = next((line.removeprefix("error: ") for line in lines[::-1] if line.startswith("error: ")), last)
     rewards = [float(row[HELD_OUT]) for row in rows if row.get(HELD_OUT) is not None]
     trained = [row for row in rows if row["step"]]
     evaluations = [total(row, "evaluations/forward", "evaluations/backward") for row in trained]
     times = [total(row, "timing/step_s") - total(row, "timing/validation_s") for row in trained]
-    own = evaluations if elapsed is None else times
-    cost, per_step = (sum(evaluations) if elapsed is None else elapsed), (statistics.fmean(own) if own else 0.0)
+    costs = evaluations if elapsed is None else times
+    cost, per_step = (sum(evaluations) if elapsed is None else elapsed), (statistics.fmean(costs) if costs else 0.0)
     if not error and trial.round == 0 and trained and all(row.get("group/zero_std_fraction") == 1.0 for row in trained):
         error = "all images of each prompt had the same reward in the first two steps"
     reward = rewards[-1] if rewards and not error and trial.round else None

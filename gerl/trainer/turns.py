@@ -74,8 +74,8 @@ class Turns:
         for row in rows:
             prompt = scores.samples[row].prompt
             states[prompt.id] = states.get(prompt.id, -1) + 1
-            known = {name: v for name, values in scores.by_scorer.items() if (v := values[row]) is not None}
-            request = self.requests[number](prompt, pixels[row], known)
+            row_scores = {name: v for name, values in scores.by_scorer.items() if (v := values[row]) is not None}
+            request = self.requests[number](prompt, pixels[row], row_scores)
             turn = Turn(number, self.parsed[number].role, request, pixels[row], states[prompt.id])
             following.append(replace(prompt, turn=turn))
         return following
@@ -114,9 +114,9 @@ def request_of(turn: TurnConfig, number: int, text: bool) -> Request:
 
     def ask(prompt: Prompt, image: np.ndarray | None, scores: Mapping[str, float]) -> str:
         picture = None if image is None else Image.fromarray(still(image) if image.ndim == 4 else image)
-        known = {"prompt": prompt.text, "image": picture, "scores": dict(scores), "metadata": prompt.metadata}
+        arguments = {"prompt": prompt.text, "image": picture, "scores": dict(scores), "metadata": prompt.metadata}
         try:
-            text = function(**{name: value for name, value in known.items() if name in parameters})
+            text = function(**{name: value for name, value in arguments.items() if name in parameters})
         except Exception as error:  # of the user's code
             what = f"{type(error).__name__}: {error}{raised_at(error, path)}"
             raise ConfigError(f"{key}={request}: it failed for the prompt {prompt.text!r:.80} with {what}") from error

@@ -106,19 +106,23 @@ class Update:
         parts = list(update_parts(tasks, config.actor.updates_per_step, self.algorithm.whole_groups))
         credit_of = [PackedTensors((task.id, by_task[task.id]) for task in part) for part in parts]
         # decided here for all workers, which must take the same steps
-        learned = [n for n, own in enumerate(credit_of) if has_signal(torch.cat(list(own.values())), all_samples)]
+        learned = [
+            n
+            for n, part_credit in enumerate(credit_of)
+            if has_signal(torch.cat(list(part_credit.values())), all_samples)
+        ]
         learned *= config.actor.epochs
         metrics: Metrics = {}
         results: list[StepResult] = []  # of an optimizer step, by worker
         for turn, number in enumerate(learned, start=1):
-            own = credit_of[number]
-            pairs = count_pairs([(task, own[task.id]) for task in parts[number]])
+            part_credit = credit_of[number]
+            pairs = count_pairs([(task, part_credit[task.id]) for task in parts[number]])
             if images:
-                own = PackedTensors(own | dataset_credit(images, pairs, credit, config))
+                part_credit = PackedTensors(part_credit | dataset_credit(images, pairs, credit, config))
             if self.state.checked != self.settings and self.compares_gradient:
-                metrics |= self.check_gradient(own, pairs, kl)
-            early = self.accumulated(step, own, pairs, kl) if turn == 1 else None
-            new = fleet.accumulate(own, pairs, kl) if early is None else early
+                metrics |= self.check_gradient(part_credit, pairs, kl)
+            early = self.accumulated(step, part_credit, pairs, kl) if turn == 1 else None
+            new = fleet.accumulate(part_credit, pairs, kl) if early is None else early
             stats += new
             if number == 0 and turn == 1 and not late and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
@@ -202,8 +206,8 @@ def gradient_settings(config: Config) -> str:
 
 def has_signal(credit: torch.Tensor, all_samples: bool) -> bool:
     """Whether an algorithm learns from `credit`, NaN where not trained on; `all_samples`: also from a credit of 0."""
-    known = credit[~credit.isnan()]
-    return bool(len(known) if all_samples else known.any())
+    trained = credit[~credit.isnan()]
+    return bool(len(trained) if all_samples else trained.any())
 
 
 def update_parts(tasks: Sequence[RolloutTask], updates: int, whole_groups: bool = False) -> list[list[RolloutTask]]:
@@ -245,8 +249,8 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
         measured["ratio_deviation"] = deviation
     if result is not None:
         measured |= {"grad_norm": result.grad_norm, "lr": result.lr}
-        known = {"lora_max": result.lora_max, "grad_rms": result.grad_rms}
-        measured |= {name: value for name, value in known.items() if value is not None}
+        optional = {"lora_max": result.lora_max, "grad_rms": result.grad_rms}
+        measured |= {name: value for name, value in optional.items() if value is not None}
     squares = {k: total / count for k, (total, count) in stats.step_squares.items()}
     measured |= {f"step_grad_norm/{k}": math.sqrt(square) for k, square in squares.items()}
     if len(squares) > 1 and (whole := sum(squares.values())) > 0:
@@ -279,8 +283,8 @@ def dataset_credit(
 ) -> dict[int, torch.Tensor]:
     """Return the credit of dataset images by task id: `data_coef` times their mean, in an update of `pairs` pairs."""
     ones = {task.id: like.new_ones(len(task.samples), like.shape[1]) for task in tasks}
-    own = count_pairs([(task, ones[task.id]) for task in tasks])
-    return {number: config.algorithm.data_coef * pairs / own * rows for number, rows in ones.items()}
+    added = count_pairs([(task, ones[task.id]) for task in tasks])
+    return {number: config.algorithm.data_coef * pairs / added * rows for number, rows in ones.items()}
 
 
 def _end_metrics(ends: Sequence[StepResult], images: int) -> Metrics:

@@ -136,8 +136,8 @@ def _conclude(
         timed = [pending.result() for pending in images]
         share = sum(part.judge_seconds for part in timed) / sum(part.seconds for part in timed)
         step.metrics["timing/judge_share"] = share  # of the samplers' time in validation
-    known = {n: v for n, v in step.metrics.items() if n.startswith("val/") and math.isfinite(v)}
-    run.history.add_validation(step.validation, reward, known, gains.get("reward"))
+    finite_metrics = {n: v for n, v in step.metrics.items() if n.startswith("val/") and math.isfinite(v)}
+    run.history.add_validation(step.validation, reward, finite_metrics, gains.get("reward"))
     run.notify("validated", step)
     if config.validation.keep is not None:
         criterion, success = Criterion.parse(config.checkpoint.best), thresholds(config.reward)

@@ -27,8 +27,8 @@ def reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-    said = error.strerror if isinstance(error, OSError) else None
-    return said or " ".join(str(error).split()) or type(error).__name__
+    text = error.strerror if isinstance(error, OSError) else None
+    return text or " ".join(str(error).split()) or type(error).__name__
 
 
 def first_line(error: Exception) -> str:

@@ -105,11 +105,11 @@ def render(template: str, **values: object) -> str:
     return environment.get_template(template).render(**values)
 
 
-def page_assets(own: str = "") -> dict[str, str]:
-    """Return `script` and `style` of the page of a run; with `own`, the style applies only inside that CSS selector."""
+def page_assets(scope: str = "") -> dict[str, str]:
+    """Return `script` and `style` of the page of a run; with `scope`, the style applies only inside that CSS selector."""
     script, style = ((ASSETS / f"live.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     shared, mark, rules = style.partition("/* all below")
-    return {"script": script, "style": f"{shared}{own} {{\n{mark}{rules}}}\n" if own else style}
+    return {"script": script, "style": f"{shared}{scope} {{\n{mark}{rules}}}\n" if scope else style}
 
 
 # --- Image grids and data URIs

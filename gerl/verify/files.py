@@ -53,9 +53,9 @@ def _compare_settings(
 ) -> None:
     """`hides`: secrets are left out of the `recorded` settings."""
     settings = run.settings(step)
-    values, known = flat_settings(redacted(settings) if hides else settings), flat_settings(recorded)
+    values, expected = flat_settings(redacted(settings) if hides else settings), flat_settings(recorded)
     gone = set(unknown_keys(recorded))  # in this version of gerl
-    for key, value in known.items():
+    for key, value in expected.items():
         if key in values or key not in gone:
             tally.compare(relative(run, run.file_of(step)), key, values.get(key, "missing"), value, by=by)
 
@@ -270,11 +270,11 @@ def check_validations(run: RunRecord) -> Check:
     for step, validation in validations.items():
         if (row := run.row_of.get(step)) is None:
             continue  # it ended before the row was written
-        known = held_out_metrics(validation, run.config(max(step, 1)).reward)
-        known |= {f"val/{name}/mean": mean(column) for name, column in judged(validation, first).items()}
+        expected = held_out_metrics(validation, run.config(max(step, 1)).reward)
+        expected |= {f"val/{name}/mean": mean(column) for name, column in judged(validation, first).items()}
         if step > first.step:
-            known |= gain_metrics(paired_gains(first, validation))
-        for key, value in known.items():
+            expected |= gain_metrics(paired_gains(first, validation))
+        for key, value in expected.items():
             if row.get(key) is not None:
                 tally.compare(METRICS, key, row[key], value, step, "from validation/", ROUNDING)
     return tally.result("validations", f"means, rates, gains and judgements of {len(validations)} validations")
@@ -340,9 +340,9 @@ def _compare_weights(tally: Tally, run: RunRecord, dump: Dump) -> None:
     before, after = (run.checkpoints.get(step) for step in (record.step - 1, record.step))
     if before is not None and name in before.files:
         where, state = f"in {relative(run, before.path)}/{name}", unpack_tensors(before.read(name))
-        own = dump.group(STATE)
-        for key in {**own, **state}:
-            a, b = (tensors_digest({key: each[key]}) if key in each else "missing" for each in (own, state))
+        dumped = dump.group(STATE)
+        for key in {**dumped, **state}:
+            a, b = (tensors_digest({key: each[key]}) if key in each else "missing" for each in (dumped, state))
             tally.compare(relative(run, dump.tensors), f"{STATE}{key}", a, b, record.step, where)
     if after is not None and name in after.files and record.weights is not None:
         state = unpack_tensors(after.read(name))

@@ -99,12 +99,12 @@ def shown(value: Any) -> str:
 def table(checks: Sequence[Check], width: int = 110) -> str:
     """Return the checks as text: name, status and what agrees, and below it the values that differ."""
     name = max(len(check.name) for check in checks) + 2
-    lines, said = list[str](), dict[str, str]()  # long reasons -> the check that has them first
+    lines, first_with = list[str](), dict[str, str]()  # long reasons -> the check that has them first
     for check in checks:
         more = len(check.wrong) - SHOWN
         below = [*map(str, check.wrong[:SHOWN]), *([f"and {more} more"] if more > 0 else [])]
         first = f"{check.name:<{name}}{check.status:<13}"
-        same = said.setdefault(check.text, check.name) if len(check.text) > LONG else check.name
+        same = first_with.setdefault(check.text, check.name) if len(check.text) > LONG else check.name
         reason = check.text if same == check.name else f"as {same}"
         for text, start in ((reason, first), *((text, f"{'':<{name}}- ") for text in below)):
             lines.append(textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * len(start)))

@@ -137,30 +137,30 @@ def check_tokens(r: Recomputation) -> Check:
 def check_guidance(r: Recomputation) -> Check:
     """Sample an image with the guidance of the run and one with more: they must differ if the run has any."""
     pipe, sampling, tally = r.worker.policy.pipe, r.config.sampling, Tally()
-    known = inspect.signature(type(pipe).__call__).parameters
-    settings = {f"sampling.{name}": getattr(sampling, name) for name in ("guidance_scale",) if name in known}
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    settings = {f"sampling.{name}": getattr(sampling, name) for name in ("guidance_scale",) if name in parameters}
     settings |= {f"sampling.call.{name}": sampling.call[name] for name in ("true_cfg_scale",) if name in sampling.call}
     if not settings:
         raise NotCheckedError(f"{type(pipe).__name__} has no guidance_scale")
-    said = list[str]()
+    findings = list[str]()
     for key, value in settings.items():
         name, used = key.rpartition(".")[2], value
         if used is None:
-            used = known[name].default if isinstance(known[name].default, int | float) else 1.0
-        own, other = (_one_image(r, {name: scale}) for scale in (used, max(used, 1.0) + 3.0))
-        effect = not np.array_equal(own, other)
+            used = parameters[name].default if isinstance(parameters[name].default, int | float) else 1.0
+        plain, other = (_one_image(r, {name: scale}) for scale in (used, max(used, 1.0) + 3.0))
+        effect = not np.array_equal(plain, other)
         if value is not None and value > 1:
             tally.compare(
                 "config.yaml", key, value, value if effect else "no effect", by="of another scale on an image"
             )
-        said.append(f"another {key} than {used:g} gives {'another' if effect else 'the same'} image")
+        findings.append(f"another {key} than {used:g} gives {'another' if effect else 'the same'} image")
     for step, dump in r.run.dumps.items():
         expected, where = r.run.config(step).sampling.guidance_scale, relative(r.run, dump.tensors)
         for tape in next(dump.trajectories("cpu")).tapes:
             tally.compare(where, "guidance_scale", tape.call.get("guidance_scale"), expected, step, "in config.yaml")
     tally.count += 1
     dumped = f"; the calls of {len(r.run.dumps)} dumps have it" if r.run.dumps else ""
-    return tally.result("guidance", f"{', '.join(said)}{dumped}")
+    return tally.result("guidance", f"{', '.join(findings)}{dumped}")
 
 
 def _one_image(r: Recomputation, scale: Mapping[str, object]) -> np.ndarray:
@@ -189,9 +189,9 @@ def check_images(r: Recomputation, count: int) -> Check:
         raise NotCheckedError("images of an episode are not sampled again (episode.turns)")
     for step in run.validations:
         config = run.config(max(step, 1))
-        known = step == 0 or step in run.checkpoints
+        has_weights = step == 0 or step in run.checkpoints
         same = (config.validation, config.sampling) == (r.config.validation, r.config.sampling)
-        if not known or not same or not (validation := load_validation(run.folder, step)).shown:
+        if not has_weights or not same or not (validation := load_validation(run.folder, step)).shown:
             left.append(step)
             continue
         if step:
@@ -268,9 +268,9 @@ def check_steps(r: Recomputation, count: int, scoring: Scoring) -> Check:
         else:  # another engine did
             again = ""
         exact &= _compare_update(r, tally, step, counted=sampled)
-    steps, said = ", ".join(str(dump.record.step) for dump in chosen), "bitwise equal" if exact else "equal"
+    steps, words = ", ".join(str(dump.record.step) for dump in chosen), "bitwise equal" if exact else "equal"
     what = f"step {steps} of {len(dumps)} dumped: {again}credit, ratio, gradient, weights"
-    return tally.result("steps", (what if tally.wrong else f"{what} {said}") + scoring.left)
+    return tally.result("steps", (what if tally.wrong else f"{what} {words}") + scoring.left)
 
 
 def _compare_rollout(r: Recomputation, tally: Tally, step: DumpedStep, scoring: Scoring) -> bool:

@@ -79,15 +79,15 @@ def check_scores(run: RunRecord, scoring: Scoring, tolerance: float) -> Check:
         validation, where = load_validation(run.folder, step), f"validation/step_{step:06d}.json"
         if validation.drawing is not None and validation.drawing.video:
             raise NotCheckedError("of videos only some frames are kept")
-        known = [(i, k) for k, i in enumerate(validation.shown) if validation.prompts[i] in by_text]
-        if not known:
+        places = [(i, k) for k, i in enumerate(validation.shown) if validation.prompts[i] in by_text]
+        if not places:
             continue
-        samples = [Sample(by_text[validation.prompts[i]], i, 0, step) for i, _ in known]
+        samples = [Sample(by_text[validation.prompts[i]], i, 0, step) for i, _ in places]
         reward = run.config(max(step, 1)).reward
-        columns = scoring.columns(reward, "validation", samples, [validation.pixels[k] for _, k in known])
+        columns = scoring.columns(reward, "validation", samples, [validation.pixels[k] for _, k in places])
         for name, values in columns.items():
             recorded = validation.by_scorer.get(name, [None] * len(validation.prompts))
-            for (i, _), value in zip(known, values, strict=True):
+            for (i, _), value in zip(places, values, strict=True):
                 tally.compare(where, f"{name} of image {i}", recorded[i], value, step, "scored again", tolerance)
     if not tally.count:
         raise NotCheckedError(f"no kept image can be scored here{scoring.left}")

@@ -114,9 +114,11 @@ class Engine:
                 if hasattr(part, "named_modules") and adapted_layers([part]):
                     remove_lora(part)
             attach(self.pipe, {name: file})
-            self.lora, own = name, adapter_name(name)
+            self.lora, adapter = name, adapter_name(name)
             parts = [part for part in self.pipe.components.values() if hasattr(part, "named_modules")]
-            self.scaling = [(layer, layer.scaling[own]) for layer in adapted_layers(parts) if own in layer.scaling]
+            self.scaling = [
+                (layer, layer.scaling[adapter]) for layer in adapted_layers(parts) if adapter in layer.scaling
+            ]
 
     def file(self, path: object) -> Path:
         """Return a file that a request names; raises `GerlError` unless it is a regular one in an allowed folder."""
@@ -138,8 +140,8 @@ class Engine:
 
     def check(self, calls: Sequence[Mapping[str, Any]]) -> None:
         """Raise `GerlError` if a request asks for more than the service allows."""
-        known = inspect.signature(type(self.pipe).__call__).parameters
-        defaults = {name: known[name].default for name in known if type(known[name].default) is int}
+        parameters = inspect.signature(type(self.pipe).__call__).parameters
+        defaults = {name: parameters[name].default for name in parameters if type(parameters[name].default) is int}
         pixels = 0
         for call in calls:
             for name, value in call.items():
@@ -174,8 +176,8 @@ class Engine:
                 raise UnknownLora(f"there is no LoRA {lora!r}: send it to /lora/{lora}")
             switch(self.pipe, lora)
             if lora is not None:
-                for layer, own in self.scaling:
-                    layer.scaling[adapter_name(lora)] = own * scale
+                for layer, scaling in self.scaling:
+                    layer.scaling[adapter_name(lora)] = scaling * scale
             for call in calls:
                 own_noise = list(islice(generators, len(call["prompt"])))
                 pictures += map(png, to_uint8(self.pipe(**(call | {"generator": own_noise, "output_type": "np"}))))

@@ -142,11 +142,13 @@ def restore(
     """Load the result of `state_of`, checked by `expected_state`, into `optimizer`."""
     counts = not isinstance(optimizer, torch.optim.AdamW)  # if the number of updates is a number, not a tensor
     for name, p in lora.items():
-        own = {key: tensors[f"{key}/{name}"] for key in (*ADAMW, *ADAMW8BIT, *QUANTISED) if f"{key}/{name}" in tensors}
-        if not own:
+        stored = {
+            key: tensors[f"{key}/{name}"] for key in (*ADAMW, *ADAMW8BIT, *QUANTISED) if f"{key}/{name}" in tensors
+        }
+        if not stored:
             continue
-        state = {key: value.to(p.device, copy=True) for key, value in own.items() if key != "step"}
-        step = own["step"].to("cpu", copy=True)  # AdamW keeps its step counter on the CPU
+        state = {key: value.to(p.device, copy=True) for key, value in stored.items() if key != "step"}
+        step = stored["step"].to("cpu", copy=True)  # AdamW keeps its step counter on the CPU
         optimizer.state[p] = {"step": int(step) if counts else step, **state}
 
 
@@ -248,10 +250,10 @@ class Actor:
         def largest() -> int:
             return max((len(rows) for batch in batches for rows in self.parts(batch)[0]), default=0)
 
-        rows, known = largest(), self.most
+        rows, most = largest(), self.most
         self.most = half(rows)
         if largest() == rows:
-            self.most = known
+            self.most = most
             return False
         self.say(
             f"out of memory in the update of {rows} images: continuing with actor.micro_batch_size={self.most}, "
@@ -442,8 +444,8 @@ class Actor:
         """Raise `CheckpointError` unless a saved state fits the trained parameters, averages and optimizer."""
         averages, file = self.policy.averages(), "state" if self.policy.whole else "state.safetensors"
         if set(numbers.averages) != set(averages):
-            known, own = (", ".join(sorted(names)) or "none" for names in (numbers.averages, averages))
-            raise CheckpointError(f"state.json has averages {known} and the run has {own}")
+            stored, trained_names = (", ".join(sorted(names)) or "none" for names in (numbers.averages, averages))
+            raise CheckpointError(f"state.json has averages {stored} and the run has {trained_names}")
         if numbers.policy_version < 0 or numbers.lr_schedule.last_epoch < 0 or min(numbers.averages.values()) < 0:
             raise CheckpointError("state.json has a negative count of updates")
         lora: dict[str, torch.Tensor] = dict(self.policy.trained)

@@ -51,10 +51,13 @@ class BaseJudge:
 
     def scores(self, errors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the columns of the scorer `base_alignment`; raises `ModelError` if the `errors` are unknown."""
-        own, other = (errors[name] for name in JUDGED)
+        under_prompt, other = (errors[name] for name in JUDGED)
         if self.refused:
             raise ModelError(f"reward.scorers.base_alignment cannot score this pipeline's images: {self.refused}")
-        return {"base_alignment": np.log((other + FLOOR) / (own + FLOOR)), "base_alignment/surprise": np.log(own)}
+        return {
+            "base_alignment": np.log((other + FLOOR) / (under_prompt + FLOOR)),
+            "base_alignment/surprise": np.log(under_prompt),
+        }
 
     def __call__(self, calls: Sequence[FinishedCall], occasion: int = 0) -> dict[str, np.ndarray]:
         """Return `own_error` and `other_error` of all samples, `[B]` fp32; NaN if they cannot be judged.
@@ -70,7 +73,7 @@ class BaseJudge:
             return unknown, unknown
         try:
             with self.rollout.policy.first():
-                own = self._errors(call, call.samples, occasion)
+                under_prompt = self._errors(call, call.samples, occasion)
                 contrasted = [s.prompt.contrast for s in call.samples]
                 other = self._errors(call, _with_texts(call.samples, contrasted), occasion) if all(contrasted) else None
         except (ReplayError, ModelError, MemoryError, *REFUSALS) as error:  # a measurement must not end a run
@@ -80,8 +83,8 @@ class BaseJudge:
             logger.warning("the base model cannot judge this pipeline's images (guard.judge): %s", self.refused)
             release(error)
             return unknown, unknown
-        known = geometric_mean(own).cpu().numpy()
-        return known, unknown if other is None else geometric_mean(other).cpu().numpy()
+        mean_error = geometric_mean(under_prompt).cpu().numpy()
+        return mean_error, unknown if other is None else geometric_mean(other).cpu().numpy()
 
     def _errors(self, finished: FinishedCall, samples: Sequence[Sample], occasion: int) -> torch.Tensor:
         latents = finished.latents
@@ -119,8 +122,8 @@ class LatentReward:
             return geometric_mean(differentiable_errors(policy.pipe, structure, latents, noise, judge.draws))
 
         with policy.first(), constant(policy.trained.values() if policy.whole else ()):
-            own, other = errors([p.text for p in prompts]), errors([p.contrast for p in prompts])
-        scores = ((other + FLOOR) / (own + FLOOR)).log()
+            under_prompt, other = errors([p.text for p in prompts]), errors([p.contrast for p in prompts])
+        scores = ((other + FLOOR) / (under_prompt + FLOOR)).log()
         return torch.where(applicable, self.config.weight * rescaled_tensor(self.config, scores), 0.0)
 
 

@@ -417,10 +417,10 @@ class Transfer(Sampling):
 
     def ended(self, number: int) -> None:
         """Send the trajectory to its trainers; not earlier, since a trainer would block until it is sampled."""
-        trajectory, own = self.released.pop(number).later(), self.tasks[number].id
-        kept = [(process, own) for process in (self.holders.processes[number], *self.holders.peers(number))]
-        kept += [(process, padding_id(own)) for process in self.holders.padded(number)]
-        for process, task_id in kept:
+        trajectory, own_id = self.released.pop(number).later(), self.tasks[number].id
+        holders = [(process, own_id) for process in (self.holders.processes[number], *self.holders.peers(number))]
+        holders += [(process, padding_id(own_id)) for process in self.holders.padded(number)]
+        for process, task_id in holders:
             self.received.append(self.fleet.trainers.submit(process, receive, trajectory, task_id))
 
     def finish(self) -> Sequence[RolloutTask]:

@@ -118,12 +118,12 @@ def _not_finite(comparison: GradientComparison) -> str:
 
 def worst(comparisons: Sequence[GradientComparison | None]) -> GradientComparison | None:
     """Return the comparison with the largest distance among those of several workers, one that is not finite first."""
-    known = [each for each in comparisons if each is not None]
+    measured = [each for each in comparisons if each is not None]
 
     def badness(each: GradientComparison) -> tuple[bool, float]:
         return not all(each.finite), -1.0 if each.is_zero else each.distance
 
-    return max(known, key=badness, default=None)
+    return max(measured, key=badness, default=None)
 
 
 def compare_gradient(
@@ -210,8 +210,8 @@ def _compare(
     _compute(worker, batch, rows[::-1] if reorder else rows, pairs, off if reorder else ())
     sums = torch.zeros(3, dtype=torch.float64)
     for p, other in zip(parameters, plain, strict=True):
-        own = local(gradient_of(p)).detach().double().cpu()
-        sums += torch.stack([(own * other).sum(), own.square().sum(), other.square().sum()])
+        gradient = local(gradient_of(p)).detach().double().cpu()
+        sums += torch.stack([(gradient * other).sum(), gradient.square().sum(), other.square().sum()])
     if worker.actor.group is not None:
         sums = sums.to(device)
         dist.all_reduce(sums, group=worker.actor.group)

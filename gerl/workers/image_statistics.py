@@ -74,17 +74,17 @@ def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, 
     """
     numbers = np.asarray(ids)
     chosen = _spread(numbers)
-    own, others = np.full((2, len(numbers)), np.nan)
-    own[chosen], others[chosen] = _unlikeness(thumbnails[chosen], numbers[chosen])
-    return own, others
+    of_prompt, others = np.full((2, len(numbers)), np.nan)
+    of_prompt[chosen], others[chosen] = _unlikeness(thumbnails[chosen], numbers[chosen])
+    return of_prompt, others
 
 
 def _spread(ids: np.ndarray) -> np.ndarray:
     """Return the indices of at most `COMPARED` images, of evenly spaced prompts."""
     prompts = np.unique(ids)
     count = max(1, min(len(prompts), COMPARED * len(prompts) // max(len(ids), 1)))
-    kept = prompts[np.arange(count) * len(prompts) // count]
-    return np.flatnonzero(np.isin(ids, kept))[:COMPARED]
+    chosen = prompts[np.arange(count) * len(prompts) // count]
+    return np.flatnonzero(np.isin(ids, chosen))[:COMPARED]
 
 
 def _unlikeness(thumbnails: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -92,10 +92,10 @@ def _unlikeness(thumbnails: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np
     squares = (flat**2).sum(1)
     distances = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * flat @ flat.T, 0) / flat.shape[1])
     same = np.equal.outer(ids, ids)
-    own = same & ~np.eye(len(flat), dtype=bool)
+    of_prompt = same & ~np.eye(len(flat), dtype=bool)
 
     def mean(mask: np.ndarray) -> np.ndarray:
         counts = mask.sum(1)
         return np.where(counts > 0, (distances * mask).sum(1) / np.maximum(counts, 1), np.nan)
 
-    return mean(own), mean(~same)
+    return mean(of_prompt), mean(~same)

@@ -30,8 +30,8 @@ def balancing_weight(fleet: LocalFleet, credit: Credit, pairs: int, kl: KLWeight
         if not 0 < weight * reward < math.inf:
             break
         fleet.accumulate(credit, pairs, replace(kl, coef=weight))
-        own = _norm(fleet)
-        weight = weight * reward / own if own > 0 else math.nan
+        norm = _norm(fleet)
+        weight = weight * reward / norm if norm > 0 else math.nan
     drop_gradients(fleet)
     return weight if 0 < weight * reward < math.inf else math.nan
 

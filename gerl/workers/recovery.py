@@ -77,8 +77,8 @@ class Recovery:
         """
         if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
             call = self.workers.submit(0, PolicyWorker.checkpoint, state.step)
-            before = [kept for kept in self._copies if kept.run.step < state.step]
-            newest = max((i for i, kept in enumerate(before) if kept.arrived), default=0)
+            before = [each for each in self._copies if each.run.step < state.step]
+            newest = max((i for i, each in enumerate(before) if each.arrived), default=0)
             fetched = self._executor.submit(self._fetch, call)  # while the run continues
             self._copies = [*before[newest:], Copy(copy.deepcopy(state), fetched)]
 
@@ -97,20 +97,20 @@ class Recovery:
 
     def copy_of(self, step: int) -> WorkerFiles | None:
         """Return the checkpoint of `step` if it was kept in this process, else None."""
-        return next((kept.workers.result() for kept in self._copies if kept.run.step == step), None)
+        return next((each.workers.result() for each in self._copies if each.run.step == step), None)
 
     def newest_copy(self) -> tuple[RunState, WorkerFiles] | None:
         """Return the newest step kept in this process: the driver's state and that of the workers."""
-        for kept in reversed(self._copies):
-            if (workers := kept.workers.result()) is not None:
-                return copy.deepcopy(kept.run), workers
+        for each in reversed(self._copies):
+            if (workers := each.workers.result()) is not None:
+                return copy.deepcopy(each.run), workers
         return None
 
     def close(self) -> None:
         """Stop fetching before Ray ends; what has arrived remains available."""
         self._over.set()
-        for kept in self._copies:
-            kept.workers.result()
+        for each in self._copies:
+            each.workers.result()
 
     def forget_workers(self) -> None:
         """Forget the workers of a Ray that died and is about to be restarted."""

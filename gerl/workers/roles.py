@@ -85,8 +85,8 @@ class RoleWorker(PolicyWorker):
     def load(self, source: bytes | Path, numbers: WorkerState, step: int) -> None:
         assert isinstance(source, bytes), "full fine-tuning has no roles"
         if set(numbers.roles) != set(self.others):
-            known, own = (", ".join(sorted(names)) or "none" for names in (numbers.roles, self.others))
-            raise CheckpointError(f"it has the roles {known}, and the run {own}")
+            stored, present = (", ".join(sorted(names)) or "none" for names in (numbers.roles, self.others))
+            raise CheckpointError(f"it has the roles {stored}, and the run {present}")
         tensors = unpack_tensors(source)
         for name, role in self.others.items():
             prefix = f"{FOLDER}/{name}/"
@@ -102,8 +102,8 @@ class OtherRole(PolicyWorker):
         config = role_config(first.config, name)
         super().__init__(config, first.rank, first.device, first.threads, first.total_updates, first.functions)
         self.name, self.first = name, first
-        own = first.config.episode.own_role
-        self.shares = signature(first.config, name) == signature(first.config, own)
+        main = first.config.episode.own_role
+        self.shares = signature(first.config, name) == signature(first.config, main)
         self.pipeline: str | None = first.config.episode.roles[name].get("pipeline")
 
     def load_policy(self) -> Policy:
@@ -184,8 +184,8 @@ class Rewriter(OtherRole):
         """Return the texts of `samples` of one prompt, and their tape; an empty text means the prompt itself."""
         prompt = self.model.encode(samples[0].prompt.request)
         tokens, mask = self.model.sample(prompt, [sample.seed for sample in samples])
-        kept = torch.tensor([sample.index < self.text.kept for sample in samples], device=mask.device)
-        mask = mask & ~kept[:, None]
+        is_original = torch.tensor([sample.index < self.text.kept for sample in samples], device=mask.device)
+        mask = mask & ~is_original[:, None]
         with torch.no_grad():
             log_probs = self.model.log_probs(prompt, tokens)
         texts = self.model.decode(tokens, mask)
@@ -208,8 +208,8 @@ def role_worker(config: Config, name: str) -> Callable[[str, RoleWorker], OtherR
 
 def role_algorithm(config: Config, name: str) -> Algorithm:
     """Build the algorithm of the role `name` of a run with `config`."""
-    own = role_config(config, name)
-    return TokenGRPO(own) if config.episode.is_text(name) else build_algorithm(own)
+    settings = role_config(config, name)
+    return TokenGRPO(settings) if config.episode.is_text(name) else build_algorithm(settings)
 
 
 def policy_beside(first: Policy, config: Config, name: str, device: str) -> Policy:

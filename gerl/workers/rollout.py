@@ -246,9 +246,9 @@ class Rollout:
         required = [required_tensors(algorithm, segment) for segment in task.segments]
         if self.scores_latents:
             required = [replace(tensors, finished=True) for tensors in required]
-        kept = tuple(compact(tape, tensors) for tape, tensors in zip(tapes, required, strict=True))
+        compacted = tuple(compact(tape, tensors) for tape, tensors in zip(tapes, required, strict=True))
         version = self.policy.earlier[task.lag].updates if task.lag else self.policy.version
-        return pixels, Trajectory(task, kept, version, owner)
+        return pixels, Trajectory(task, compacted, version, owner)
 
     def finished_calls(self, trajectory: Trajectory) -> list[FinishedCall]:
         """Return the sampled images of `trajectory`, whose tapes have kept their finished latents."""
@@ -440,8 +440,8 @@ class Rollout:
         # imported lazily: the driver of a run does not need transformers
         from gerl.model.prompts import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
 
-        known = kept_readings(folder)
-        if known is None:
+        stored = kept_readings(folder)
+        if stored is None:
             sample = Sample(replace(like, text=PROBE, dataset_images=()), 0, 0, 0)
 
             def read(form: CallFormat) -> list[Reading]:
@@ -452,9 +452,9 @@ class Rollout:
 
                 return self.called(run, [sample], form)
 
-            known = self.format.attempt("reading", 1, read)
-            keep_readings(folder, known)
-        return cut_prompts(self.policy.pipe, known, prompts)
+            stored = self.format.attempt("reading", 1, read)
+            keep_readings(folder, stored)
+        return cut_prompts(self.policy.pipe, stored, prompts)
 
     def called(
         self,

@@ -250,10 +250,10 @@ def filled_graph(value: Any, values: Mapping[str, Any]) -> Any:
         return [filled_graph(part, values) for part in value]
     if not isinstance(value, str):
         return value
-    for name, own in values.items():
+    for name, entry in values.items():
         if value == f"{{{name}}}":
-            return own
-        value = value.replace(f"{{{name}}}", str(own))
+            return entry
+        value = value.replace(f"{{{name}}}", str(entry))
     return value
 
 

@@ -88,8 +88,8 @@ def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Poli
         for pipe in {id(t.pipe): t.pipe for t in policy.teachers if t.pipe is not None}.values():
             PromptCache(data.cache_gb).attach(pipe)
     if data.train_on == "files" or data.regularise is not None:
-        kept = None if data.cache is None else latents_folder(Path(data.cache), model, precision(model, device))
-        policy.images = ImageLatents(data.cache_gb, kept)
+        folder = None if data.cache is None else latents_folder(Path(data.cache), model, precision(model, device))
+        policy.images = ImageLatents(data.cache_gb, folder)
     return policy
 
 

@@ -62,19 +62,19 @@ def load_tensors(actor: Actor, tensors: Mapping[str, torch.Tensor], numbers: Wor
 @torch.no_grad()
 def _load_parts(actor: Actor, folder: Path, numbers: WorkerState) -> None:
     shards = Shards(folder / PARTS)
-    known = {name: t.view(()) if name.startswith(COUNTER) else t for name, t in shards.shapes().items()}
-    actor.check_state(known, numbers)
-    _make_moments(actor, known)
+    shapes = {name: t.view(()) if name.startswith(COUNTER) else t for name, t in shards.shapes().items()}
+    actor.check_state(shapes, numbers)
+    _make_moments(actor, shapes)
     shards.read_into(parts_of(actor)[0])
     for gathered in actor.policy.gathered:
         gathered.drop()
     actor.load_numbers(numbers)
 
 
-def _make_moments(actor: Actor, known: Mapping[str, torch.Tensor]) -> None:
-    """Create the optimizer's state of the parameters that have one in `known`."""
+def _make_moments(actor: Actor, shapes: Mapping[str, torch.Tensor]) -> None:
+    """Create the optimizer's state of the parameters that have one in `shapes`."""
     for name, p in actor.policy.trained.items():
-        if f"{COUNTER}{name}" in known:
+        if f"{COUNTER}{name}" in shapes:
             moments = {key: torch.zeros_like(p, requires_grad=False) for key in ADAMW if key != "step"}
             actor.optimizer.state[p] = {"step": torch.zeros(()), **moments}
 
@@ -110,8 +110,8 @@ class Writing:
     def write_state(self, folder: Path, number: int) -> None:
         """Write this process's shards of the checkpoint into its `folder`, as writer `number`."""
         # unsharded tensors are the same on all ranks: the first process writes them
-        own = {name: part for name, part in self._parts.items() if number == 0 or any(part.offset)}
-        write_parts(folder / PARTS, number, own)
+        parts = {name: part for name, part in self._parts.items() if number == 0 or any(part.offset)}
+        write_parts(folder / PARTS, number, parts)
         if self._frozen:
             write_parts(folder / FROZEN, number, self._frozen)
 
@@ -135,7 +135,7 @@ class _Stored:
 
     @classmethod
     def of(cls, name: str, denoiser: ModelMixin, policy: Policy) -> _Stored:
-        kept = {id(p) for module in kept_in_fp32(denoiser) for p in module.parameters()}
+        in_fp32 = {id(p) for module in kept_in_fp32(denoiser) for p in module.parameters()}
         tensors = {}
         for key, value in denoiser.state_dict().items():
             full = f"{name}.{key}"
@@ -146,14 +146,14 @@ class _Stored:
             tensors,
             frozenset(policy.trained),
             denoiser.dtype,
-            frozenset(key for key, p in denoiser.named_parameters() if id(p) in kept),
+            frozenset(key for key, p in denoiser.named_parameters() if id(p) in in_fp32),
         )
 
     def write(self, folder: Path, state: Shards, frozen: Shards | None) -> None:
         stored = {}
-        for key, (full, own) in self.places.items():
-            if own is not None:
-                tensor = own.cpu()
+        for key, (full, part) in self.places.items():
+            if part is not None:
+                tensor = part.cpu()
             elif full in self.trained:
                 tensor = state.whole(f"ema/{full}")
             else:

@@ -225,10 +225,10 @@ class PolicyWorker:
     ) -> UpdateStats:
         """Add the gradient of tasks in `credit`, id -> `[B, T]`, with the sums `pooled` and lockstep `groups`."""
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
-        own = self.batches(credit, groups, pooled, kl)
+        batches = self.batches(credit, groups, pooled, kl)
         self.algorithm.set_kl_weight(kl)
         try:
-            stats = self.actor.accumulate_tasks(own, num_pairs, first)
+            stats = self.actor.accumulate_tasks(batches, num_pairs, first)
         except (MemoryError, RuntimeError) as error:
             raise_known(error, "update")
             raise
@@ -255,7 +255,9 @@ class PolicyWorker:
 
     def clear(self, step: int | None = None) -> None:
         """Drop gradients, and the trajectories up to a finished `step`, or all."""
-        for i in [i for i, kept in self.trajectories.items() if step is None or kept.task.samples[0].step <= step]:
+        for i in [
+            i for i, trajectory in self.trajectories.items() if step is None or trajectory.task.samples[0].step <= step
+        ]:
             del self.trajectories[i]
         for counts in (self.blank, self.rollout_evaluations):
             for k in [k for k in counts if step is None or k <= step]:
@@ -266,13 +268,13 @@ class PolicyWorker:
         self, credit: Credit, groups: Groups = None, pooled: Pooled | None = None, kl: KLWeight | None = None
     ) -> dict[int, list[Batch]]:
         """Return the batches of each task here; in lockstep of one task of each group, with NaN as missing credit."""
-        kept = self.trajectories
+        trajectories = self.trajectories
         if groups is not None:
-            own = [i for members in groups for i in (*members, padding_id(members[0])) if i in kept]
+            task_ids = [i for members in groups for i in (*members, padding_id(members[0])) if i in trajectories]
             nothing = torch.full((1, self.config.sampling.num_inference_steps), torch.nan)
-            credit = {i: credit.get(i, nothing.expand(len(kept[i].task.samples), -1)) for i in own}
-        own_credit = {i: values for i, values in credit.items() if i in kept}
-        return {i: batches_of(kept[i], v, pooled, kl.of(i) if kl else None) for i, v in own_credit.items()}
+            credit = {i: credit.get(i, nothing.expand(len(trajectories[i].task.samples), -1)) for i in task_ids}
+        own_credit = {i: values for i, values in credit.items() if i in trajectories}
+        return {i: batches_of(trajectories[i], v, pooled, kl.of(i) if kl else None) for i, v in own_credit.items()}
 
     # --- State
 

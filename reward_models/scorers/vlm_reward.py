@@ -164,12 +164,12 @@ def build_backbone(
     import accelerate
     import transformers
 
-    own: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
         if not name.startswith(("rm_head", "lm_head.")):
             new = next((pattern.sub(with_, name) for pattern, with_ in NAMES if pattern.match(name)), name)
-            own[new] = value
-    words = own.get("language_model.embed_tokens.weight")
+            weights[new] = value
+    words = weights.get("language_model.embed_tokens.weight")
     if words is not None:  # a token was added, and unused rows were removed
         config.get_text_config().vocab_size = len(words)
     with accelerate.init_empty_weights(include_buffers=False):
@@ -177,16 +177,16 @@ def build_backbone(
     if lora is not None:
         import peft
 
-        lora.target_modules = {name.split(".lora_A.")[0] for name in own if ".lora_A." in name}
+        lora.target_modules = {name.split(".lora_A.")[0] for name in weights if ".lora_A." in name}
         peft.inject_adapter_in_model(lora, backbone, low_cpu_mem_usage=True)
     wanted, why = backbone.state_dict(), ""
-    if differ := sorted(own.keys() ^ wanted.keys()):
+    if differ := sorted(weights.keys() ^ wanted.keys()):
         why = f"{differ[0]} and {len(differ) - 1} more tensors are only in one of them"
-    elif other := [name for name in own if own[name].shape != wanted[name].shape]:
-        why = f"{other[0]} has the shape {list(own[other[0]].shape)}, expected {list(wanted[other[0]].shape)}"
+    elif other := [name for name in weights if weights[name].shape != wanted[name].shape]:
+        why = f"{other[0]} has the shape {list(weights[other[0]].shape)}, expected {list(wanted[other[0]].shape)}"
     if why:
         raise RewardError(f"model={model} does not match the model of base: {why}; give the base that was fine-tuned")
-    backbone.load_state_dict(own, assign=True)
+    backbone.load_state_dict(weights, assign=True)
     return backbone
 
 

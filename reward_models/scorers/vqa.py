@@ -109,8 +109,8 @@ class DpgScorer(QuestionScorer):
         answers = self.answers(images, prompts, [list(graph.values()) for graph in graphs])
         by_question = [dict(zip(graph, replies, strict=True)) for graph, replies in zip(graphs, answers, strict=True)]
         return {
-            "score": [score(graph, own) for graph, own in zip(graphs, by_question, strict=True)],
-            "yes": [fmean(own.values()) for own in by_question],
+            "score": [score(graph, answer_of) for graph, answer_of in zip(graphs, by_question, strict=True)],
+            "yes": [fmean(answer_of.values()) for answer_of in by_question],
         }
 
     def questions(self, prompt: str, metadata: Metadata) -> dict[int, Question]:

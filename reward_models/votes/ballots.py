@@ -264,13 +264,13 @@ class Ballots:
 
     def _complete(self, group: VoteRequest) -> bool:
         """Whether all groups of the same request have their votes, and none can be undone any more."""
-        known = [self.newest.get(key) for key in group.together]
+        newest = [self.newest.get(key) for key in group.together]
         now, since = self.clock(), self.voted
-        if any(name is not None and not self._decided(self.ballots[name]) for name in known):
+        if any(name is not None and not self._decided(self.ballots[name]) for name in newest):
             return False
-        if any(name is not None and self.ballots[name].taken for name in known):
+        if any(name is not None and self.ballots[name].taken for name in newest):
             return True
-        return now - since >= (UNASKED if None in known else self.rules.undo)
+        return now - since >= (UNASKED if None in newest else self.rules.undo)
 
     # --- requests of voters
 

@@ -141,8 +141,8 @@ def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> No
     ballots = Ballots(folder, Rules(options.votes, options.lease, options.undo, steps))
     listener = listen(options.host, options.port)
     with voting(listener, ballots, tokens) as server:
-        own = ALL.get(options.host)
-        kwargs = f"url: '{address(listener, own)}'" + (f", token_env: {TOKEN}" if tokens.run is not None else "")
+        host = ALL.get(options.host)
+        kwargs = f"url: '{address(listener, host)}'" + (f", token_env: {TOKEN}" if tokens.run is not None else "")
         scorer = f"reward.scorers={{vote: {{kwargs: {{{kwargs}}}}}}}"
         _say(tokens.links(address(listener, _public(options.host))))
         train([scorer, *arguments], tokens.run, ballots.end, server)

@@ -64,11 +64,11 @@ class Tokens:
         """
         if not names and is_loopback(host):
             return cls(folder)
-        kept = _read(folder / FILE)
-        known = kept.get("voters")
-        voters = known if isinstance(known, Mapping) else {}
+        values = _read(folder / FILE)
+        stored = values.get("voters")
+        voters = stored if isinstance(stored, Mapping) else {}
         tokens = {name: str(voters.get(name) or secrets.token_urlsafe(16)) for name in names or [ANYBODY]}
-        return cls(folder, is_loopback(host), str(kept.get("run") or secrets.token_urlsafe(24)), tokens)
+        return cls(folder, is_loopback(host), str(values.get("run") or secrets.token_urlsafe(24)), tokens)
 
     @property
     def path(self) -> Path:

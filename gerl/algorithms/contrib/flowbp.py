@@ -149,13 +149,13 @@ class FlowBPLagrange(RewardGradient):
             ]
             arrived.append(tape.steps[supports[0]].x + torch.stack(led).sum(0))
             first_leap = partial(step_by, transitions.leap(rules[0], start + weights[0]))
-            own = LatentJump(supports[0], first_leap, nested=settings.nested)
+            leap = LatentJump(supports[0], first_leap, nested=settings.nested)
             other = [
                 LatentJump(i, partial(step_by, transitions.leap(rule, rule.sigma + settings.second * w)))
                 for i, rule, w in parts[1:2]
                 if settings.second
             ]
-            hops = [*other, own, *hops]  # the second leap comes first, since jumps are ordered backwards
+            hops = [*other, leap, *hops]  # the second leap comes first, since jumps are ordered backwards
         return [RewardEvaluation(tuple(hops), weights=leap_weights(tape, second[0], arrived, settings.tau))]
 
 

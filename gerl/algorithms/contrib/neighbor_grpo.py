@@ -78,8 +78,8 @@ class NeighborGRPO(Algorithm):
         anchors: list[int] = []
         for number in range(int(ids.max()) + 1):
             rows = (ids == number).nonzero().flatten()
-            known = not credit[rows].isnan().any()
-            if known and (self.kl_coef > 0 or bool((credit[rows] != 0).any())):
+            trained = not credit[rows].isnan().any()
+            if trained and (self.kl_coef > 0 or bool((credit[rows] != 0).any())):
                 first = batch.samples[int(rows[0])]
                 seed = derive_seed("anchors", self.config.trainer.seed, first.step, repr(first.group))
                 order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
@@ -114,10 +114,10 @@ class NeighborGRPO(Algorithm):
                     kl = (((step.mean[j] - base[k].mean[j])[reached] / step.rule.jacobian) ** 2).mean()
                     loss = loss + self.kl_coef * self.weighted_kl(kl[None], batch, rows[j : j + 1])[0]
                     metrics |= {"kl": kl.detach(), "loss": loss.detach()}
-                kept: Metrics = (
+                sums: Metrics = (
                     metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}
                 )
-                measures.append(Measures(1, kept, deviation=deviation if guided else None))
+                measures.append(Measures(1, sums, deviation=deviation if guided else None))
                 # anchors represent the other images of their group
                 total = total + loss * (len(group) / min(settings.anchors, len(group)))
             return total / num_pairs

@@ -64,9 +64,9 @@ class Sizing:
 def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None = None, anew: bool = False) -> Sizing:
     """Size a run (`anew`: without recorded facts), log and write the report. Raises `TrainingError` if nothing fits."""
     quiet_libraries()
-    known = None if anew else recorded(config)
-    if known is not None:
-        name, facts = known
+    stored = None if anew else recorded(config)
+    if stored is not None:
+        name, facts = stored
         logger.info("using the recorded facts of %s, with its gradient checkpointing; anew=true recomputes them", name)
     else:
         logger.info("building %s without weights, and tracing it with shapes", config.model.path)

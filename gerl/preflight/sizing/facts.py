@@ -286,10 +286,10 @@ def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta", parts: P
     path = named_on_record(path)
     source = resolve(path)
     folder = Path(source) if Path(source).is_dir() else _cached(source)
-    if folder is None and path not in (known := architectures()["models"]):
+    if folder is None and path not in (models := architectures()["models"]):
         raise ModelError(
             f"model.path={path!r} is not in the Hub cache, and its architecture is not known "
-            f"({', '.join(known)}): set model.path to a folder with its model_index.json and the "
+            f"({', '.join(models)}): set model.path to a folder with its model_index.json and the "
             "config.json of every component"
         )
     try:
@@ -424,16 +424,16 @@ def _module(kind: Any, config: dict[str, Any], dtype: torch.dtype, device: str) 
     with torch.device(device), default_dtype(dtype):
         if issubclass(kind, ModelMixin):
             module: torch.nn.Module = kind.from_config({k: v for k, v in config.items() if not k.startswith("_")})
-            kept = kind._keep_in_fp32_modules or []
+            in_fp32 = kind._keep_in_fp32_modules or []
         else:
             settings = kind.config_class(**{k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")})
             module = kind(settings)
-            kept = getattr(module, "_keep_in_fp32_modules_strict", None) or []
+            in_fp32 = getattr(module, "_keep_in_fp32_modules_strict", None) or []
             if dtype == torch.float16:
-                kept = [*kept, *(getattr(module, "_keep_in_fp32_modules", None) or [])]
+                in_fp32 = [*in_fp32, *(getattr(module, "_keep_in_fp32_modules", None) or [])]
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():  # also tables of positions, which are computed in fp32
-            tensor.data = tensor.data.to(torch.float32 if any(part in name.split(".") for part in kept) else dtype)
+            tensor.data = tensor.data.to(torch.float32 if any(part in name.split(".") for part in in_fp32) else dtype)
     return module
 
 

@@ -145,23 +145,23 @@ class Memory:
 def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
     """Return the memory of a rank."""
     weights, tape = sum(layout.held(p) for p in facts.parts), facts.tape * batch.step
-    own = facts.lora / (layout.ranks if facts.whole and layout.shard != "none" else 1)  # on a rank
+    trained = facts.lora / (layout.ranks if facts.whole and layout.shard != "none" else 1)  # on a rank
     # trained weights (if not the denoiser's own), gradient, moments and averages
-    lora, swapped = own * FP32 * (4 - facts.whole + facts.averages), own * FP32 * facts.swapped
-    kept = sum(layout.kept(part) for part in facts.parts)
+    lora, swapped = trained * FP32 * (4 - facts.whole + facts.averages), trained * FP32 * facts.swapped
+    weights_held = sum(layout.kept(part) for part in facts.parts)
     phases: dict[str, float] = {}
     activations: dict[str, float] = {}
     for part in facts.parts:
         name = {"encoder": "encode", "denoiser": "rollout", "decoder": "decode"}[part.kind]
         alive = facts.rollout.peaks.get(part.name, 0) * batch.rollout / facts.sampled
-        there = kept + layout.fetched(part) + alive + swapped
+        there = weights_held + layout.fetched(part) + alive + swapped
         if there > phases.get(name, 0.0):
             phases[name], activations[name] = there, alive
         alive = facts.updates[layout.checkpointing].peaks.get(part.name, 0) * batch.actor / facts.trained
-        there = kept + layout.fetched(part) + alive + swapped + layout.reduced(part)
+        there = weights_held + layout.fetched(part) + alive + swapped + layout.reduced(part)
         if part.kind == "denoiser" and there > phases.get("update", 0.0):
             phases["update"], activations["update"] = there, alive
-    phases["optimizer"] = own * FP32  # flat gradient for the all-reduce
+    phases["optimizer"] = trained * FP32  # flat gradient for the all-reduce
     resident = weights + lora + tape
     return Memory(weights, lora, tape, {name: resident + value for name, value in phases.items()}, activations)
 
@@ -199,13 +199,13 @@ def main_memory(
     state = facts.lora * FP32 * (3 + facts.averages) / ranks  # weights, two moments and averages
     sent = 0.0 if facts.whole else state + facts.lora * FP32  # and a file of the LoRA
     weights = sum(layout.size(part) for part in facts.parts)
-    own, working, taken = state, 0.0, memory(facts, layout, batch)  # a copy of the state after the last step
+    held, working, taken = state, 0.0, memory(facts, layout, batch)  # a copy of the state after the last step
     if on_cpu:
-        own, working = own + taken.lora + taken.tape, taken.peak - taken.weights - taken.lora - taken.tape
+        held, working = held + taken.lora + taken.tape, taken.peak - taken.weights - taken.lora - taken.tape
     elif layout.offload == "blocks":
-        own += sum(layout.size(part) for part in facts.parts if part.kind == "denoiser")  # pinned
+        held += sum(layout.size(part) for part in facts.parts if part.kind == "denoiser")  # pinned
     loading = sum(part.masters for part in facts.parts)  # in fp32, before they are divided
-    worker, first = (WORKER + max(own + max(working, more), loading) for more in (0.0, sent))
+    worker, first = (WORKER + max(held + max(working, more), loading) for more in (0.0, sent))
     # a state that arrives, to be written, or kept in place of the one before
     driver = DRIVER + sent * (1 + (facts.lora * BYTES <= LARGEST))
     processes = driver + first + (workers - 1) * worker + scorers * SCORER + RAY

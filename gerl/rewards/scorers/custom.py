@@ -243,5 +243,5 @@ class FunctionScorer(UserScorer):
             return ""
         if error is None:
             return f" ({code.co_filename}, line {code.co_firstlineno}: {code.co_name})"
-        own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == code.co_filename]
-        return f" ({code.co_filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == code.co_filename]
+        return f" ({code.co_filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""

@@ -168,9 +168,9 @@ class Swanlab:
         self._run.log({name: self._swanlab.Image(str(path))}, step=step)
 
     def lora(self, step: int, folder: Path) -> None:
-        kept = Path(self._run.dir) / "lora" / f"step_{step}"  # SwanLab reads the files later
-        shutil.copytree(folder, kept, dirs_exist_ok=True)
-        self._run.save(f"{kept}/*", base_path=self._run.dir, policy="now")
+        place = Path(self._run.dir) / "lora" / f"step_{step}"  # SwanLab reads the files later
+        shutil.copytree(folder, place, dirs_exist_ok=True)
+        self._run.save(f"{place}/*", base_path=self._run.dir, policy="now")
 
     def alert(self, step: int, sentence: str) -> None:
         """Log a text: SwanLab's alerts are sent only by mail and chat."""

@@ -42,8 +42,8 @@ def main(name: str) -> None:
         serve(name, calls, reply)
     except BaseException as error:  # noqa: BLE001 - anything the package raises, SystemExit too
         traceback.print_exc()
-        said = reason(error) if isinstance(error, Exception) else str(error)
-        words = str(error) if isinstance(error, GerlError) else f"{type(error).__name__}: {said}"
+        text = reason(error) if isinstance(error, Exception) else str(error)
+        words = str(error) if isinstance(error, GerlError) else f"{type(error).__name__}: {text}"
         reply(failed=redact(words)[:SHOWN])
     finally:
         sys.stdout.flush()

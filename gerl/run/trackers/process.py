@@ -262,8 +262,8 @@ class Record:
 
     def for_resume(self, tracker: str, run: TrackedRun) -> TrackedRun:
         """Return the run with the recorded project, name and id of `tracker`; unchanged without a record."""
-        known = self._runs.get(tracker)
-        return replace(run, project=known["project"], name=known["name"], id=known["id"]) if known else run
+        record = self._runs.get(tracker)
+        return replace(run, project=record["project"], name=record["name"], id=record["id"]) if record else run
 
     def keeper(self, tracker: str) -> Callable[[dict[str, str]], None]:
         """Return a thread-safe function that records and logs the tracker's run."""

@@ -129,19 +129,19 @@ def one_thread() -> Iterator[None]:
 
 def states_of(worker: PolicyWorker, task_id: int) -> States | None:
     """Return the states of a sampled task; None for a task of dataset images."""
-    kept, wanted = worker.trajectories[task_id], worker.config.critic.features
-    if kept.task.samples[0].dataset_image is not None:
+    trajectory, wanted = worker.trajectories[task_id], worker.config.critic.features
+    if trajectory.task.samples[0].dataset_image is not None:
         return None
-    steps = kept.task.segments[0].trained
-    hidden = wanted != "latents" and all(has_hidden(tape, steps) for tape in kept.tapes)
+    steps = trajectory.task.segments[0].trained
+    hidden = wanted != "latents" and all(has_hidden(tape, steps) for tape in trajectory.tapes)
     if wanted == "hidden" and not hidden:
         raise ModelError(
             f"critic.features=hidden: the hidden states of {type(worker.policy.pipe).__name__} have no form that is "
             "known; use critic.features=latents"
         )
-    features = torch.cat([torch.stack([features_of(tape, k, hidden) for k in steps], 1) for tape in kept.tapes])
-    prompts = torch.cat([prompts_of(tape) for tape in kept.tapes])
-    sigmas = torch.tensor([kept.tapes[0].steps[k].rule.sigma for k in steps])
+    features = torch.cat([torch.stack([features_of(tape, k, hidden) for k in steps], 1) for tape in trajectory.tapes])
+    prompts = torch.cat([prompts_of(tape) for tape in trajectory.tapes])
+    sigmas = torch.tensor([trajectory.tapes[0].steps[k].rule.sigma for k in steps])
     return States(torch.tensor(steps), sigmas, features.cpu(), prompts.cpu(), hidden)
 
 
@@ -211,17 +211,17 @@ class Inputs:
         parts: list[tuple[torch.Tensor, ...]] = []
         number = {row: i for i, row in enumerate(rows)}  # in the table of scores -> among the trainable samples
         for states in tasks:
-            own = [i for i in range(len(states.features)) if first + i in number]
-            row = torch.tensor([number[first + i] for i in own], dtype=torch.long)
+            chosen = [i for i in range(len(states.features)) if first + i in number]
+            row = torch.tensor([number[first + i] for i in chosen], dtype=torch.long)
             first += len(states.features)
             count = len(states.steps)
             parts.append(
                 (
                     row.repeat_interleave(count),
-                    states.steps.repeat(len(own)),
-                    states.sigmas.repeat(len(own)),
-                    states.features[own].flatten(0, 1),
-                    states.prompts[own].repeat_interleave(count, 0),
+                    states.steps.repeat(len(chosen)),
+                    states.sigmas.repeat(len(chosen)),
+                    states.features[chosen].flatten(0, 1),
+                    states.prompts[chosen].repeat_interleave(count, 0),
                 )
             )
         row, step, sigma, features, prompts = (torch.cat(values) for values in zip(*parts, strict=True))
@@ -276,11 +276,11 @@ class ValueModel:
         mean, squares, count = (self.tensors[f"{name}/{part}"] for part in ("mean", "squares", "count"))
         for k in place.unique().tolist():
             new = values[place == k].double()
-            before, own = float(count[k]), len(new)
+            before, added = float(count[k]), len(new)
             distance = new.mean(0) - mean[k]
-            squares[k] += ((new - new.mean(0)) ** 2).sum(0) + distance**2 * (before * own / (before + own))
-            mean[k] += distance * (own / (before + own))
-            count[k] += own
+            squares[k] += ((new - new.mean(0)) ** 2).sum(0) + distance**2 * (before * added / (before + added))
+            mean[k] += distance * (added / (before + added))
+            count[k] += added
 
     def _standardised(self, name: str, values: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         mean, squares, count = (self.tensors[f"{name}/{part}"] for part in ("mean", "squares", "count"))
@@ -317,16 +317,16 @@ class ValueModel:
         self.tensors["targets"].lerp_(moments(wanted), 1 - DECAY)
         mean, std = self.scale()
         normalised = ((wanted - mean) / max(std, 1e-5 * abs(mean) + 1e-8)).float()  # rounding is no difference
-        known = self._inputs(inputs)
+        columns = self._inputs(inputs)
         with torch.no_grad():
-            before = self.network(known).squeeze(1)
-        measures = [self._update(known, normalised, before) for _ in range(self.config.updates)]
+            before = self.network(columns).squeeze(1)
+        measures = [self._update(columns, normalised, before) for _ in range(self.config.updates)]
         loss, norm = torch.tensor(measures).mean(0).tolist()
         return {"critic/loss": loss, "critic/grad_norm": norm}
 
-    def _update(self, known: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> tuple[float, float]:
-        """Take an optimizer step from `known` [N, ...] to `wanted` [N]; return loss and unclipped gradient norm."""
-        loss = value_loss(self.network(known).squeeze(1), wanted, before, self.config.clip)
+    def _update(self, columns: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> tuple[float, float]:
+        """Take an optimizer step from `columns` [N, ...] to `wanted` [N]; return loss and unclipped gradient norm."""
+        loss = value_loss(self.network(columns).squeeze(1), wanted, before, self.config.clip)
         parameters = dict(self.network.named_parameters())
         gradients = torch.autograd.grad(loss, list(parameters.values()))
         norm = torch.stack([g.norm() for g in gradients]).norm()

@@ -169,9 +169,9 @@ class EarlyGradient:
         measured = bool(credit.nan_to_num().any()) and not any(bool(c.nan_to_num().any()) for c in self.credit.values())
         task = self.tasks[number]
         self.credit[task.id] = credit
-        own = PackedTensors({task.id: credit})
+        packed = PackedTensors({task.id: credit})
         self.calls.append(
-            self.trainers.submit(self.processes[number], add_task_gradient, own, self.pairs, self._kl, measured)
+            self.trainers.submit(self.processes[number], add_task_gradient, packed, self.pairs, self._kl, measured)
         )
 
 

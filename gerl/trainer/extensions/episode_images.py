@@ -128,11 +128,11 @@ def arranged(
     group follows the one that it starts from.
     """
     rows, count = list[int](), 0
-    for own in _by_prompt(scores.samples, prompts):
-        count += sum(row < len(pixels) for row in own)
+    for of_prompt in _by_prompt(scores.samples, prompts):
+        count += sum(row < len(pixels) for row in of_prompt)
         if rows and count > MAX_IMAGES:
             break
-        rows += _ordered(own, scores.samples, pixels)[:MAX_IMAGES]
+        rows += _ordered(of_prompt, scores.samples, pixels)[:MAX_IMAGES]
     groups: dict[Group, int] = {}
     places = {row: place for place, row in enumerate(rows)}
     values: dict[str, Any] = {"prompts": [], "turns": [], "images": []}

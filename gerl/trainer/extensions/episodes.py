@@ -63,8 +63,8 @@ class Episodes(Extension):
             return lambda number: name in episode.trained(number)
 
         self.roles = {name: OtherRole(name, run, trained(name)) for name in episode.roles}
-        own = replace(first, name=episode.own_role, trained=trained(episode.own_role))
-        return {own.name: own} | {name: other.role for name, other in self.roles.items()}
+        main = replace(first, name=episode.own_role, trained=trained(episode.own_role))
+        return {main.name: main} | {name: other.role for name, other in self.roles.items()}
 
     def state(self) -> Any:
         return {name: role.state() for name, role in self.roles.items()}
@@ -143,8 +143,8 @@ class Episodes(Extension):
                 case "each":
                     chosen_rows += rows
                 case "best":
-                    known = [row for row in rows if scores.totals[row] is not None]
-                    chosen_rows.append(max(known or rows[:1], key=lambda row: scores.totals[row] or 0.0))
+                    scored = [row for row in rows if scores.totals[row] is not None]
+                    chosen_rows.append(max(scored or rows[:1], key=lambda row: scores.totals[row] or 0.0))
                 case "sample":
                     parts = (group.prompt, group.turn or 0, -1 if group.branch is None else group.branch)
                     chosen_rows.append(rows[derive_seed("state", self.config.trainer.seed, step, *parts) % len(rows)])
@@ -215,7 +215,7 @@ def by_role(rewards: Rewards) -> dict[str, Rewards]:
     for row, sample in enumerate(rewards.samples):
         assert sample.role is not None
         rows.setdefault(sample.role, []).append(row)
-    return {name: subset(rewards, own) for name, own in rows.items()}
+    return {name: subset(rewards, of_role) for name, of_role in rows.items()}
 
 
 def subset(rewards: Rewards, rows: Sequence[int]) -> Rewards:
@@ -243,10 +243,10 @@ def returns(kind: str, scores: Scores) -> list[float | None]:
             later = children.get((prompt, turn + 1, state))
             if later is None:
                 continue
-            known = [value for child in later if (value := values[child]) is not None]
-            rest = sum(known) / len(known) if len(known) == len(later) else None
-            own = scores.totals[row] if kind == "sum" else 0.0
-            values[row] = None if rest is None or own is None else own + rest
+            later_values = [value for child in later if (value := values[child]) is not None]
+            rest = sum(later_values) / len(later_values) if len(later_values) == len(later) else None
+            of_turn = scores.totals[row] if kind == "sum" else 0.0
+            values[row] = None if rest is None or of_turn is None else of_turn + rest
     return values
 
 
@@ -256,8 +256,8 @@ def text_returns(samples: Sequence[Sample], scores: Scores) -> list[float | None
     for image, total in zip(scores.samples, scores.totals, strict=True):
         if image.turn == 1:
             by_text.setdefault((image.prompt.id, image.branch), []).append(total)
-    own = [by_text[sample.prompt.id, sample.index] for sample in samples]
-    return [None if None in totals else mean(totals) for totals in own]
+    of_texts = [by_text[sample.prompt.id, sample.index] for sample in samples]
+    return [None if None in totals else mean(totals) for totals in of_texts]
 
 
 @dataclass(frozen=True)

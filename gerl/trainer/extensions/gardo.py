@@ -27,10 +27,10 @@ STEP, LEAST, MOST, WINDOW = 0.1, 0.2, 2.0, 20  # change of the share, its bounds
 
 def doubts(rewards: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Return win rate by reward `[B]` minus mean win rate by other scores `[B, K]`; NaN where these are all NaN."""
-    known = ~others.isnan()
+    is_scored = ~others.isnan()
     rates = torch.full_like(others, torch.nan, dtype=torch.float64)
     for k in range(others.shape[1]):
-        rates[known[:, k], k] = _win_rates(others[known[:, k], k])
+        rates[is_scored[:, k], k] = _win_rates(others[is_scored[:, k], k])
     return _win_rates(rewards) - rates.nanmean(1)
 
 

@@ -49,10 +49,10 @@ class HackingGuard(Extension):
         baselines.add(later)
         if first is not None and first.step < later.step:
             self._act(run, step, tested)
-            kept = (
+            before = (
                 [] if first.prompts == later.prompts else run.state.signals
             )  # a resumed run's other prompts say nothing
-            run.flag([*kept, *(signal.key for signal in step.signals)])
+            run.flag([*before, *(signal.key for signal in step.signals)])
 
     def looked(self, run: Run, step: Step) -> bool:
         """Log and act on the signals of a look as on those of a validation; the latter's stay until the next one."""

@@ -32,8 +32,8 @@ class KLInReward(Extension):
 
 def kl_to_base(worker: PolicyWorker, task_id: int) -> list[float]:
     """Return the KL `[B]` of the samples of a task to the base model."""
-    kept = worker.trajectories[task_id]
+    trajectory = worker.trajectories[task_id]
     steps = worker.config.sampling.num_inference_steps
-    batches = batches_of(kept, torch.zeros(len(kept.task.samples), steps))
+    batches = batches_of(trajectory, torch.zeros(len(trajectory.task.samples), steps))
     with model_errors("update"):
         return [float(v) for batch in batches for v in worker.algorithm.kl_to_base(worker.policy, batch)]

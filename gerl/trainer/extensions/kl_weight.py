@@ -94,8 +94,8 @@ class MeasuredKL(Extension):
 
     def logged(self, run: Run, step: Step) -> None:
         """With guard.action=kl raise the weight at signals after the step that measured it."""
-        before, known = run.algorithm.kl_coef, not (self.tried or self.is_due(run))
-        if step.signals and before > 0 and known and self.config.guard.action == "kl":
+        before, is_measured = run.algorithm.kl_coef, not (self.tried or self.is_due(run))
+        if step.signals and before > 0 and is_measured and self.config.guard.action == "kl":
             run.set_kl_coef(FACTOR * before)
             logger.warning(
                 "step %d: guard: the weight of the KL rises from %g to %g", step.number, before, FACTOR * before

@@ -31,10 +31,10 @@ class ProgressBar(Extension):
             return
         values: dict[str, float | str | None] = {"reward": step.metrics.get("reward/mean")}
         if run.history.reward is not None:
-            known = run.history.gain is not None and not math.isnan(run.history.gain.low)
+            has_interval = run.history.gain is not None and not math.isnan(run.history.gain.low)
             sure = (
                 f" ({run.history.gain.low:+z.3f} to {run.history.gain.high:+z.3f})"
-                if known and run.history.gain
+                if has_interval and run.history.gain
                 else ""
             )
             values["held-out"] = f"{run.history.reward:.3f}{sure}"

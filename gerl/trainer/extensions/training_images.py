@@ -94,8 +94,8 @@ def save_live_images(run: Run, step: Step) -> None:
 
 def mean_advantage(credit: torch.Tensor) -> float | None:
     """Return the mean of the credit of a sample `[T]` over its trained timesteps; None if it is not trained."""
-    known = credit[~torch.isnan(credit)]
-    return float(known.mean()) if len(known) else None
+    trained = credit[~torch.isnan(credit)]
+    return float(trained.mean()) if len(trained) else None
 
 
 # --- `live/`: one sheet for each of the latest and some earlier steps, and its scores

@@ -133,16 +133,16 @@ class Studio:
 
     def draft(self, name: str) -> Draft:
         """Return a draft; raises `GerlError` if there is none of this name."""
-        known = self.store.values.get("drafts", {})
-        if name not in known:
+        stored = self.store.values.get("drafts", {})
+        if name not in stored:
             raise GerlError(f"there is no draft {name!r:.100}")
-        return read_draft(known[name])
+        return read_draft(stored[name])
 
     def taken(self, draft: Draft, was: object) -> str:
         """Return the sentence about a name that another draft has; "" if it is free. `was`: its name before."""
-        known = self.store.values.get("drafts", {}).get(draft.name)
+        stored = self.store.values.get("drafts", {}).get(draft.name)
         is_new = was is None and draft.revision == 0
-        if known is None or (known["revision"] == 0 if is_new else was in (None, draft.name)):
+        if stored is None or (stored["revision"] == 0 if is_new else was in (None, draft.name)):
             return ""
         return f"there is a draft {draft.name} already: give this one another name"
 
@@ -155,21 +155,21 @@ class Studio:
         if self.is_used(draft.name):
             return False
         with self.store.changing() as values:
-            known = values.setdefault("drafts", {})
-            if draft.name in known and was not in (None, draft.name):
+            stored = values.setdefault("drafts", {})
+            if draft.name in stored and was not in (None, draft.name):
                 raise GerlError(f"there is a draft {draft.name} already: give this one another name")
-            source = str(was) if str(was) in known else draft.name
-            before = known.get(source, {}).get("revision", 0)
+            source = str(was) if str(was) in stored else draft.name
+            before = stored.get(source, {}).get("revision", 0)
             if draft.revision not in (None, before):
                 raise GerlError("this draft was changed in another window: reload the page to see it")
             draft.revision = before
-            if known.get(draft.name) == asdict(draft):
+            if stored.get(draft.name) == asdict(draft):
                 return True
             draft.revision += 1
             draft.write(self.root)
-            known[draft.name] = asdict(draft)
+            stored[draft.name] = asdict(draft)
             if source != draft.name and not self.is_used(source):
-                read_draft(known.pop(source)).remove(self.root)
+                read_draft(stored.pop(source)).remove(self.root)
         self.changed()
         return True
 
@@ -190,8 +190,8 @@ def check_draft(studio: Studio, values: Mapping[str, Any]) -> Any:
     del answer["prompts"]
     problems = [asdict(Problem(sentence, "name", nameless))] * bool(sentence) + answer["problems"]
     line = shell_line(["gerl", draft.command, *answer["arguments"]]) if answer["arguments"] and not nameless else ""
-    said = {"line": line, "problems": problems, "name": "" if nameless else draft.name}
-    return answer | said | {"saved": saved, "revision": values.get("revision") if sentence else draft.revision}
+    facts = {"line": line, "problems": problems, "name": "" if nameless else draft.name}
+    return answer | facts | {"saved": saved, "revision": values.get("revision") if sentence else draft.revision}
 
 
 def start_run(studio: Studio, values: Mapping[str, Any]) -> Any:
@@ -278,8 +278,8 @@ def copy_run(studio: Studio, values: Mapping[str, Any]) -> Any:
     run = studio.site.run(str(values.get("run")))
     name = folder_of(run.folder.name)[:70] or "run"
     names = (f"{name}-{number}" for number in count(2))
-    known = studio.store.values.get("drafts", {})
-    name = values.get("name") or next(name for name in names if name not in known and not studio.is_used(name))
+    stored = studio.store.values.get("drafts", {})
+    name = values.get("name") or next(name for name in names if name not in stored and not studio.is_used(name))
     draft = drafts.from_run(run.folder, str(name))
     studio.keep(draft)
     return {"name": draft.name}
@@ -337,12 +337,12 @@ def score_samples(studio: Studio, values: Mapping[str, Any]) -> Any:
     if folder.parent != studio.root / SAMPLES or not folder.is_dir():
         raise GerlError("sample images first")
     read = ("experiment=", "reward.", "data.columns")
-    kept = [a.lstrip("+") for a in draft.arguments(studio.root) if a.lstrip("+").startswith(read)]
-    kept += ["data.template=null", "data.prompt_key=prompt"]  # the rows have the prompts that are sampled
+    arguments = [a.lstrip("+") for a in draft.arguments(studio.root) if a.lstrip("+").startswith(read)]
+    arguments += ["data.template=null", "data.prompt_key=prompt"]  # the rows have the prompts that are sampled
     if any(is_video(path) for path in folder.glob("*.png")):
         raise GerlError("gerl score reads images, and these are videos: the run scores its own")
     given_images = [f"images={folder}", f"prompts={folder / ROWS}"]
-    job = studio.jobs.add("score", [*given_images, *kept, "out={out}"], draft.name, gpus=0)
+    job = studio.jobs.add("score", [*given_images, *arguments, "out={out}"], draft.name, gpus=0)
     return {"job": job.id}
 
 
@@ -400,8 +400,8 @@ def log_of(studio: Studio, request: Request) -> Any:
     folder = studio.jobs.folder(job)
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in SHOWN)[:MOST_FILES]
     card = folder / "lora" / "README.md"
-    said = {"log": studio.jobs.log(job), "state": job.state, "line": job.line, "title": job.title}
-    return said | {"files": files, "card": read_text(card, "replace") if card.is_file() else ""}
+    facts = {"log": studio.jobs.log(job), "state": job.state, "line": job.line, "title": job.title}
+    return facts | {"files": files, "card": read_text(card, "replace") if card.is_file() else ""}
 
 
 def scores_of(studio: Studio, request: Request) -> Any:
@@ -422,8 +422,8 @@ def checkpoints_of(studio: Studio, request: Request) -> Any:
     for path in checkpoint_paths(run.folder / "checkpoints"):
         step = int(path.name.rpartition("_")[2])
         place = studio.root / run.name / path.relative_to(run.folder)
-        own = {} if choice is None else {"best": step == choice.use, "flagged": step in choice.flagged}
-        rows.append({"step": step, "folder": str(place), **own})
+        choice_facts = {} if choice is None else {"best": step == choice.use, "flagged": step in choice.flagged}
+        rows.append({"step": step, "folder": str(place), **choice_facts})
     first = studio.compose(drafts.from_run(run.folder, "run")).facts.get("first", [])
     none = choice.why if choice is not None and choice.use is None else ""
     return {"checkpoints": rows, "formats": FORMATS, "first": first, "none": none}

@@ -105,10 +105,10 @@ class Draft:
         return [*first, *(f"{key}={value}" for key, value in set_keys.items()), f"out={flow(str(root / self.name))}"]
 
     def _scorer(self, name: str, root: Path) -> dict[str, Any]:
-        own = {key: value for key, value in self.scorers[name].items() if value not in ("", None)}
-        if isinstance(kwargs := own.get("kwargs"), str):
-            own["kwargs"] = _mapping(kwargs, f"reward.scorers.{name}.kwargs")
-        return {"path": str(self.folder(root) / f"{name}.py"), **own} if f"{name}.py" in self.texts else own
+        entry = {key: value for key, value in self.scorers[name].items() if value not in ("", None)}
+        if isinstance(kwargs := entry.get("kwargs"), str):
+            entry["kwargs"] = _mapping(kwargs, f"reward.scorers.{name}.kwargs")
+        return {"path": str(self.folder(root) / f"{name}.py"), **entry} if f"{name}.py" in self.texts else entry
 
     def folder(self, root: Path) -> Path:
         """Return the folder of its files."""
@@ -155,8 +155,8 @@ def read_draft(values: Mapping[str, Any]) -> Draft:
         raise GerlError(f"the name of a scorer has letters, digits and _ only, not {wrong[0]!r:.80}")
     keys_ = {str(key): str(value) for key, value in parts[0].items()}
     texts = {str(file): str(text) for file, text in texts.items()}
-    known = values.get("revision")
-    revision = known if type(known) is int else None
+    number = values.get("revision")
+    revision = number if type(number) is int else None
     card = values.get("card")
     card = card if isinstance(card, str) else ""
     return Draft(folder, keys_, dict(parts[1]), texts, values.get("votes") is True, card, revision)
@@ -399,10 +399,10 @@ def key_in(sentence: str) -> str:
 
 def described(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the help and the choices of each key."""
-    known: dict[str, Any] = dict(keys())
+    fields_by_key: dict[str, Any] = dict(keys())
     described_keys = {}
     for name in names:
-        f = known[name]
+        f = fields_by_key[name]
         choices = ["true", "false"] if f.type is bool else _choices(f.type)
         described_keys[name] = {"help": f.metadata["help"], "choices": choices}
     return described_keys

@@ -219,8 +219,8 @@ class Jobs:
     ) -> None:
         """`changed`: called after each change. `program`: before the command of a job."""
         self.store, self.changed, self.program = store, changed, program
-        known = {f.name for f in fields(Job)}
-        self.all = [Job(**{k: v for k, v in row.items() if k in known}) for row in store.values.get("jobs", [])]
+        names = {f.name for f in fields(Job)}
+        self.all = [Job(**{k: v for k, v in row.items() if k in names}) for row in store.values.get("jobs", [])]
         numbers = [str(number) for number in range(len(hardware()["gpus"]))]
         visible = os.environ.get(VISIBLE)  # of the server
         self.devices = (numbers if visible is None else visible.split(",") if numbers and visible else []) or ["cpu"]
@@ -361,13 +361,13 @@ class Jobs:
 
     def watch(self, stop: threading.Event) -> None:
         """Poll the jobs until `stop` is set; running ones continue."""
-        said = ""
+        logged = ""
         while not stop.wait(LOOK):
             try:
                 self.poll()
-                said = ""
+                logged = ""
             except (GerlError, OSError, ValueError) as error:  # a full disk, for example; the next poll tries again
-                if said != (said := str(error)):
+                if logged != (logged := str(error)):
                     logger.error("%s", error)
 
 

@@ -119,17 +119,17 @@ class Sampler:
                 return serving[1]
             time.sleep(LOOK)
             self.jobs.poll()
-        said = self.jobs.log(job).strip().splitlines()
-        raise GerlError(said[-1].removeprefix("error: ") if said else f"{model} was not loaded")
+        lines = self.jobs.log(job).strip().splitlines()
+        raise GerlError(lines[-1].removeprefix("error: ") if lines else f"{model} was not loaded")
 
 
-def read_lines(lines: Sequence[object], known: Sequence[Prompt]) -> list[Prompt]:
-    """Return the rows for typed lines: the text of one of `known`, another text, or a row of a .jsonl file.
+def read_lines(lines: Sequence[object], prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the rows for typed lines: the text of one of `prompts`, another text, or a row of a .jsonl file.
 
-    Raises `GerlError` for a row that cannot be read, and for a text without the image that `known` prompts have.
+    Raises `GerlError` for a row that cannot be read, and for a text without the image that `prompts` have.
     """
-    by_text, rows = {prompt.text: prompt for prompt in known}, []
-    pictured = next((name for prompt in known for name in COLUMNS if prompt.metadata.get(name)), None)
+    by_text, rows = {prompt.text: prompt for prompt in prompts}, []
+    pictured = next((name for prompt in prompts for name in COLUMNS if prompt.metadata.get(name)), None)
     for line in filter(None, (str(line).strip() for line in lines)):
         if line in by_text:
             rows.append(by_text[line])
