@@ -62,7 +62,7 @@ Spelling = Callable[[Mapping[str, Any]], str]
 
 
 def refusal(names: Mapping[str, Any], ours: Mapping[str, Any], spelling: Spelling | None = None) -> str:
-    """Return the error message for keys of other programs, next to gerl's, `ours`; `spelling` formats keys and values."""
+    """Return the error message for keys of other programs, next to gerl's, `ours`; `spelling` formats them."""
     *others, last = names
     named = f"{', '.join(others)} and {last} are keys" if others else f"{last}: a key"
     return f"{named} of another program: {advice(names, ours, spelling)}"

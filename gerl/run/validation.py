@@ -440,8 +440,8 @@ def judged(validation: Validation, first: Validation) -> dict[str, list[float | 
     """Return the judgement of the base model as columns, from its errors (`gerl.workers.base_judge`), if there are any.
 
     `base/alignment`: log((other + c) / (own + c)), the evidence for an image's own prompt against another one, from the
-    errors under either. c, the mean of `own` over the `first` validation of the run, keeps traces in the latents that no
-    eye sees from counting. `base/surprise`: log(own), how unlikely the image is.
+    errors under either. c, the mean of `own` over the `first` validation of the run, keeps traces in the latents that
+    no eye sees from counting. `base/surprise`: log(own), how unlikely the image is.
     """
     unknown: list[float | None] = [None] * len(validation.prompts)
     under_prompt, other = (validation.looks.get(name, unknown) for name in JUDGED)

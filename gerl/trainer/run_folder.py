@@ -432,8 +432,8 @@ def _check_choices(asked: ParsedCommand, file: Path, experiment: str, preset: st
     ):
         if key in asked.given and original and requested != original:
             raise ConfigError(
-                f"{key}={requested}: the run was started with {key}={original} ({file}), which cannot change; remove it "
-                "and give only the keys to change, or start a new run with checkpoint.resume=never"
+                f"{key}={requested}: the run was started with {key}={original} ({file}), which cannot change; remove "
+                "it and give only the keys to change, or start a new run with checkpoint.resume=never"
             )
 
 

@@ -106,7 +106,7 @@ def render(template: str, **values: object) -> str:
 
 
 def page_assets(scope: str = "") -> dict[str, str]:
-    """Return `script` and `style` of the page of a run; with `scope`, the style applies only inside that CSS selector."""
+    """Return `script` and `style` of the page of a run; `scope`: a CSS selector outside of which no style applies."""
     script, style = ((ASSETS / f"live.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     shared, mark, rules = style.partition("/* all below")
     return {"script": script, "style": f"{shared}{scope} {{\n{mark}{rules}}}\n" if scope else style}
