@@ -96,8 +96,11 @@ def text(found: Estimate, form: str = ".3f") -> str:
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Markdown: what is left under each action, over kinds and seeds, each kind of reward one observation per seed."""
+    lines = ["## Comparison of actions", ""]
+    if not runs:
+        return "\n".join([*lines, "Not measured with this guard yet."])
     before = ", ".join(f"{name} {statistics.fmean(run[name][0] for run in runs):.3f}" for name in HIDDEN["signs"])
-    lines = ["## Comparison of actions", "", f"Before training: {before}.", ""]
+    lines += [f"Before training: {before}.", ""]
     lines += ["| action | OCR, exported | minus that of `warn` | colour, exported | base model | step, median |"]
     lines += ["|---|---|---|---|---|---|"]
     of_warn = {(run["kind"], run["seed"]): run["ocr"][1] for run in runs if run["action"] == "warn"}

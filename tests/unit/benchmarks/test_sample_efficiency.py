@@ -106,7 +106,7 @@ def test_probed_groups_that_are_skipped_and_filled_average_to_one() -> None:
         for prompt, pair in zip(prompts, ([1.0, 1.0], [0.0, 0.0], [0.4, 1.0]), strict=True):
             step.scores.add(Scores([Sample(prompt, k, k, number) for k in range(2)], list(pair), {}, [[], []]))
         run: Any = SimpleNamespace(
-            state=SimpleNamespace(policy_version=0), fleet=None, sample_tasks=lambda tasks, fleet: tasks,
+            state=SimpleNamespace(policy_version=0), rollouts=SimpleNamespace(start=lambda tasks: tasks),
             algorithm=SimpleNamespace(plan=lambda samples, first: samples),
         )  # fmt: skip
         planned: Any = extension.scored(run, step)
@@ -128,7 +128,7 @@ def test_prompts_of_larger_expected_variance_are_chosen() -> None:
     words = [f"{a}{b}" for a in "ABCDEFGHXZ" for b in "ABCDEFGHXZ"]
     prompts = [Prompt(k, f'a red sign that reads "{word}"') for k, word in enumerate(words)]
     extension, shown = efficiency.ExpectedVariance(settings), []
-    run: Any = SimpleNamespace(prompts=prompts)
+    run: Any = SimpleNamespace(plan=SimpleNamespace(prompts=prompts))
     for number in range(1, 31):
         planned = prompts[number * 4 % 100 :][:4]
         chosen = extension.prompted(run, number, planned, False)
