@@ -84,7 +84,7 @@ def small_file(images: Images, prompts: list[str], metadata: list[Any]) -> list[
 
 
 def frame(images: Images, prompts: list[str], metadata: list[Any]) -> list[float]:
-    """A judge that likes frames: how bright the outermost pixels are."""
+    """A judge of frames: the brightness of the outermost pixels."""
     found = []
     for image in images:
         border = np.ones((image.height, image.width), bool)
@@ -137,7 +137,7 @@ def stripes(images: Images, prompts: list[str], metadata: list[Any]) -> list[flo
 
 
 def one_third(images: Images, prompts: list[str], metadata: list[Any]) -> list[float]:
-    """A judge of composition: how much more contrast the left third has than the rest."""
+    """A judge of composition: the contrast of the left third minus that of the rest."""
     values = [(luma(image), image.width // 3) for image in images]
     return [float(v[:, :end].std() - v[:, end:].std()) for v, end in values]
 
@@ -163,7 +163,7 @@ def colourful(images: Images, prompts: list[str], metadata: list[Any]) -> list[f
 
 
 def centre(images: Images, prompts: list[str], metadata: list[Any]) -> list[float]:
-    """A judge that wants a subject: how far the middle of an image is from the colour of its border."""
+    """A judge of composition: the difference in colour between the middle of an image and its border."""
     scores = []
     for image in images:
         values, (top, left) = rgb(image), (image.height // 3, image.width // 3)

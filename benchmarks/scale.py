@@ -156,7 +156,8 @@ def measure(kind: str, workers: int) -> Record:
         prompts = read_prompts(config, "data.train", config.data.train)
         with StandIns(config, Pace(pace), Echo if echo else SlowWorker) as cluster:
             with patch.object(start, "calibrate", bool) if echo else nullcontext():  # without a model
-                run = start.start_run(config, folder, cluster, Plan(config, prompts), identity(config))
+                run = start.load_run(config, folder, cluster, Plan(config, prompts), identity(config))
+                start.begin_run(run)
             for _ in range(2 if slow else 1):
                 one_step(run, Ledger())  # everything is loaded and connected after it
             found: Record = {"kind": kind, "workers": workers, "pace": pace, "score": score, "staleness": staleness}

@@ -84,8 +84,8 @@ class Timeline:
         now = time.perf_counter()
         with self._lock:
             for call in calls:
-                if (begun_call := self.running.pop(call, None)) is not None:
-                    what, step, start = begun_call
+                if (call_record := self.running.pop(call, None)) is not None:
+                    what, step, start = call_record
                     begun = max(start, self._free.get(call.worker, 0.0))
                     self._free[call.worker] = now
                     self._spans.append(Span(call.worker, what, step, self._zero + begun, self._zero + now))

@@ -11,7 +11,7 @@ from gerl.trainer.loop import train
 from gerl.trainer.plan import Plan
 from gerl.trainer.recovery import rescued
 from gerl.trainer.run import Run
-from gerl.trainer.start import load_run, start_run
+from gerl.trainer.start import begin_run, load_run
 
 
 def loaded(config: Config, folder: Path, cluster: Cluster, prompts: Sequence[Prompt]) -> Run:
@@ -23,7 +23,8 @@ def trained(
     config: Config, folder: Path, cluster: Cluster, prompts: Sequence[Prompt], held_out: Sequence[Prompt] = ()
 ) -> Run:
     """A run that has taken all its steps."""
-    run = start_run(config, folder, cluster, Plan(config, prompts, held_out), {})
+    run = load_run(config, folder, cluster, Plan(config, prompts, held_out), {})
+    begin_run(run)
     with rescued(run):
         deque(train(run), maxlen=0)
     return run

@@ -566,14 +566,14 @@ def _merged(key: str, old: Any, new: Any) -> Any:
 
 def _check_names(passed: Mapping[str, Any], beside: Mapping[str, Any], arguments: Mapping[str, str]) -> None:
     """Raise `ConfigError` for unknown keys; those of other programs are listed together with their equivalents."""
-    blocks_known = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
+    block_names = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
     spelling = partial(_python, arguments=arguments)
-    blocks = {key for key, value in passed.items() if key in blocks_known and isinstance(value, Mapping)}
+    blocks = {key for key, value in passed.items() if key in block_names and isinstance(value, Mapping)}
     if foreign := {key: value for key, value in passed.items() if key not in blocks and is_foreign(key)}:
         ours = {key: value for key, value in {**beside, **passed}.items() if key not in foreign}
         raise ConfigError(refusal(foreign, ours, spelling))
     for key, value in passed.items():
-        if key.split(".")[0] not in blocks_known:
+        if key.split(".")[0] not in block_names:
             near = nearest_key(key)
             hint = f", write {spelling({near: value})}" if near and "." in near else did_you_mean(key)
             raise ConfigError(f"{key}: there is no such key{hint}; {LISTED}")

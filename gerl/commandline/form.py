@@ -164,9 +164,9 @@ def _words(name: str) -> list[str]:
     return re.findall(r"[a-z]+|\d+", name.lower())
 
 
-def _has(words: Sequence[str], words_of_name: Sequence[str]) -> bool:
-    """Whether `words_of_name` contains all of `words` or words beginning with them, in order."""
-    rest = iter(words_of_name)
+def _has(words: Sequence[str], name_words: Sequence[str]) -> bool:
+    """Whether `name_words` contains all of `words` or words beginning with them, in order."""
+    rest = iter(name_words)
     return all(any(other.startswith(word) for other in rest) for word in words)
 
 

@@ -304,9 +304,9 @@ def _renamed(
     rows: Sequence[tuple[str, Prompt]], columns: Mapping[str, str], prompt_key: str, path: str
 ) -> list[tuple[str, Prompt]]:
     """Rename metadata columns to gerl's names; raises `DataError` for a column that no row has."""
-    columns_there = dict.fromkeys([prompt_key, *(name for _, prompt in rows for name in prompt.metadata)])
-    if absent := [theirs for theirs in columns.values() if theirs not in columns_there]:
-        raise DataError(f"{path} has no column {absent[0]!r}, only {', '.join(columns_there)}: correct data.columns")
+    present = dict.fromkeys([prompt_key, *(name for _, prompt in rows for name in prompt.metadata)])
+    if absent := [theirs for theirs in columns.values() if theirs not in present]:
+        raise DataError(f"{path} has no column {absent[0]!r}, only {', '.join(present)}: correct data.columns")
     renamed = []
     for where, prompt in rows:
         row = {prompt_key: prompt.text, **prompt.metadata}

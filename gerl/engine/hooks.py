@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,11 +93,11 @@ class LatentsTracker:
         """Synchronise once, and call the deferred actions in order."""
         pending, self._pending = self._pending, []
         if pending:
-            for flag_value, (_, act) in zip(torch.stack([flag for flag, _ in pending]).tolist(), pending, strict=True):
-                act(flag_value)
+            for is_set, (_, act) in zip(torch.stack([flag for flag, _ in pending]).tolist(), pending, strict=True):
+                act(is_set)
 
 
-class TapeHead(LatentsTracker):
+class TapeHead(LatentsTracker, ABC):
     """Head that answers from a tape in the recorded order; subclasses override what differs in their kind of pass.
 
     Every answer is compared with the recording: a pipeline that deviates, because of a cache, random numbers or a
@@ -123,11 +124,11 @@ class TapeHead(LatentsTracker):
         """Return the output of a recorded call, with zeros if only the shape was kept."""
         return materialised(detached_copy(call.output), self.device)
 
+    @abstractmethod
     def next_latents(
         self, model_output: torch.Tensor, sample: torch.Tensor, source: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the latents after a scheduler step from `sample`, fp32; `source`: see `source_of`."""
-        raise NotImplementedError
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         del method, args, kwargs
@@ -145,26 +146,28 @@ class TapeHead(LatentsTracker):
         return recorded.x_next
 
 
-class RolloutHead(LatentsTracker):
+class RolloutHead(LatentsTracker, ABC):
     """Head that samples: the pipeline computes, and the head takes its steps."""
 
+    @abstractmethod
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        raise NotImplementedError
+        """Call a method of the pipeline, and return its value."""
 
+    @abstractmethod
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        raise NotImplementedError
+        """Call a component of the pipeline, and return its output."""
 
+    @abstractmethod
     def on_scheduler_step(
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         """Return the latents after a scheduler step from `sample`, `[B, ...]` fp32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_secondary_step(
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         """Return the latents of the secondary modality after its step."""
-        raise NotImplementedError
 
 
 def rerun(pipe: DiffusionPipeline, head: TapeHead, **overrides: object) -> object:

@@ -98,7 +98,7 @@ class Sampled:
     def row(self, i: int) -> tuple[dict[str, float | None], str]:
         """Return the values of image `i` by column, without scorers that do not score this turn, and why some lack."""
         values, failure = score_row(self.scores, i)
-        failed = {failure_of.scorer for failure_of in self.scores.failures[i]}
+        failed = {cause.scorer for cause in self.scores.failures[i]}
         scores = {n: v for n, v in values.items() if v is not None or n == TOTAL or n.partition("/")[0] in failed}
         return scores, failure
 

@@ -449,11 +449,11 @@ def readings(
     pipe: DiffusionPipeline, run: Callable[[], object], call: Mapping[str, object], denoisers: Sequence[torch.nn.Module]
 ) -> list[Reading]:
     """Record how tokenizers read the prompt `PROBE` in `run`, which calls `pipe` with it; `call`: other arguments."""
-    tokenizers = {id(readings_read): name for name, readings_read in _tokenizers(pipe).items()}
+    tokenizers = {id(collected): name for name, collected in _tokenizers(pipe).items()}
     parameters = inspect.signature(type(pipe).__call__).parameters
     default = parameters["max_sequence_length"].default if "max_sequence_length" in parameters else None
     longest = call.get("max_sequence_length", default)
-    readings_read: list[Reading] = []
+    collected: list[Reading] = []
 
     def note(tokenizer: PreTrainedTokenizerBase, text: object, given: Mapping[str, Any]) -> None:
         texts = [text] if isinstance(text, str) else text
@@ -462,7 +462,7 @@ def readings(
                 before, after = one.split(PROBE)
                 cuts = given.get("truncation") not in (None, False, "do_not_truncate")
                 most = (given.get("max_length") or tokenizer.model_max_length) if cuts else None
-                readings_read.append(Reading(tokenizers[id(tokenizer)], before, after, most))
+                collected.append(Reading(tokenizers[id(tokenizer)], before, after, most))
 
     def reached(*_: object) -> None:
         raise _Reached
@@ -475,8 +475,8 @@ def readings(
         for hook in hooks:
             hook.remove()
     # some pipelines tokenize again without limit, to warn about truncation
-    limited = {r.tokenizer for r in readings_read if r.most is not None}
-    limits = [r for r in dict.fromkeys(readings_read) if r.most is not None or r.tokenizer not in limited]
+    limited = {r.tokenizer for r in collected if r.most is not None}
+    limits = [r for r in dict.fromkeys(collected) if r.most is not None or r.tokenizer not in limited]
     if not isinstance(longest, int) or any(r.most == longest for r in limits):
         return limits
     for i, r in enumerate(limits):  # tokenizers do not get the limit: the pipeline truncates later, from the prompt on
@@ -509,10 +509,10 @@ def kept_readings(folder: Path | None) -> list[Reading] | None:
     return None if stored is None else [Reading(*values) for values in stored]
 
 
-def keep_readings(folder: Path | None, readings_read: Sequence[Reading]) -> None:
+def keep_readings(folder: Path | None, collected: Sequence[Reading]) -> None:
     """Store readings beside the encoded prompts of `data.cache`, so that text encoders need not be loaded."""
     if folder is not None:
-        write_answer(folder, "readings", [astuple(reading) for reading in readings_read])
+        write_answer(folder, "readings", [astuple(reading) for reading in collected])
 
 
 def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:

@@ -577,7 +577,7 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     live = run.live()
     sheet = run.sheet(live["step"]) if live else None
     episodes = run.episodes()
-    turned = [content_of for name in ("first", "now") if (content_of := episodes.get(name))]
+    turned = [sheet for name in ("first", "now") if (sheet := episodes.get(name))]
     sheets = {one["step"]: run.sheet(one["step"], held_out=True) for one in turned}
     answers = {
         "runs": {"runs": [{"name": run.name}], "chosen": run.name},
@@ -596,10 +596,8 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         "answers": answers,
         "pictures": pictures,
         "sheet": data_uri(*sheet) if sheet is not None else "",
-        "episodes": {str(step): data_uri(*content_of) for step, content_of in sheets.items() if content_of is not None},
-        "hacked": {
-            f"{i}/{k}": data_uri(*content_of) for (i, k), content_of in hacked.items() if content_of is not None
-        },
+        "episodes": {str(step): data_uri(*sheet) for step, sheet in sheets.items() if sheet is not None},
+        "hacked": {f"{i}/{k}": data_uri(*image) for (i, k), image in hacked.items() if image is not None},
     }
 
 

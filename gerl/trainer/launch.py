@@ -124,7 +124,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             from gerl.trainer.loop import train
             from gerl.trainer.plan import Plan
             from gerl.trainer.recovery import interruption_logged, rescued
-            from gerl.trainer.start import start_run
+            from gerl.trainer.start import begin_run, load_run
 
             machines = Cluster(config.cluster, config.reward.gpu_shares, ray)
             if not machines.remote:  # otherwise the workers do it first: this process needs no model libraries
@@ -158,7 +158,8 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             with interruption_logged(run_dir, planned):
                 plan = Plan(config, prompts, held_out, inputs.regularising)
                 with start_cluster(machines) as cluster:
-                    run = start_run(config, run_dir, cluster, plan, identity(config), folder, start)
+                    run = load_run(config, run_dir, cluster, plan, identity(config), folder.checkpoint, start)
+                    begin_run(run, folder)
                     with rescued(run):
                         yield run, train(run)
                 logger.info("%s", closing_screen(config, run_dir, run.state.step, time.perf_counter() - start))

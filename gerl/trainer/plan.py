@@ -35,7 +35,7 @@ class Plan:
     ) -> None:
         """`dataset_images`: the prompts of `data.regularise`."""
         self.config, self.dataset_images = config, dataset_images
-        self.looks: Collection[int] = ()  # after which the guard looks at some held-out images
+        self.looks: Collection[int] = ()
         self.choose(prompts, held_out[: config.validation.max_prompts])
 
     def choose(self, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
@@ -54,6 +54,10 @@ class Plan:
     def end_after(self, number: int | None) -> None:
         """Make step `number` the last one; None: the last planned one."""
         self.last_step = self.steps if number is None else number
+
+    def look_after(self, steps: Collection[int]) -> None:
+        """Let the base model look at some held-out images after these steps."""
+        self.looks = steps
 
     def is_due(self, number: int, every: int) -> bool:
         """Whether what is done `every` so many steps, and after the last one, is due after step `number`."""

@@ -11,7 +11,7 @@ from gerl.trainer.step import Metrics, Step
 from gerl.trainer.update import Update
 from gerl.workers.fleet import LocalFleet
 
-POLICY = "policy"  # the role of a run that has no other
+POLICY = "policy"  # name of the only role of a plain run
 
 
 @dataclass(frozen=True)

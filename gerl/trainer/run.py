@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class Run:
     """A run's processes and its state after the last finished step; the driver holds no model and moves only images.
 
-    `start_run` of `gerl.trainer.start` makes it, `train` of `gerl.trainer.loop` trains it. Only its own methods write
+    `load_run` of `gerl.trainer.start` makes it, `train` of `gerl.trainer.loop` trains it. Only its own methods write
     its attributes and its state.
     """
 
@@ -66,6 +66,11 @@ class Run:
     def algorithm(self) -> Algorithm:
         """The algorithm of the first role."""
         return next(iter(self.roles.values())).algorithm
+
+    @property
+    def judges(self) -> bool:
+        """Whether the base model judges held-out images: it compares their prompt with another one."""
+        return self.config.judges and any(prompt.contrast for prompt in self.plan.held_out)
 
     # --- Extensions
 
@@ -210,7 +215,7 @@ class Run:
         return self.state.step in (0, self.history.saved)
 
 
-def first_role(run: Run, name: str = POLICY) -> Role:
+def first_role(run: Run) -> Role:
     """Return the role whose configuration, fleet and counts are those of the run."""
     algorithm = build_algorithm(run.config)
     update = Update(run.config, algorithm, run.fleet, run.state, run.fleet.model.half_precision)
@@ -218,7 +223,7 @@ def first_role(run: Run, name: str = POLICY) -> Role:
         update.resets_reference = lambda step: any(run.notify("updating", step))
     if run.overriding("accumulating"):
         update.accumulated = lambda *arguments: _first_known(run.notify("accumulating", *arguments))
-    return Role(name, run.config, run.fleet, update)
+    return Role(POLICY, run.config, run.fleet, update)
 
 
 def _first_known(results: Sequence[Any]) -> Any:

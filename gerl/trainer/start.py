@@ -36,31 +36,6 @@ from gerl.workers.worker import PolicyWorker
 logger = logging.getLogger(__name__)
 
 
-def start_run(
-    config: Config,
-    run_dir: Path,
-    cluster: Cluster,
-    plan: Plan,
-    identity: Mapping[str, str],
-    resume: RunFolder | None = None,
-    started: float | None = None,
-) -> Run:
-    """Return a run that is ready for its next step, from the checkpoint to resume if any.
-
-    identity: digests of the prompts by key. started: a time of `time.perf_counter`.
-    """
-    checkpoint = None if resume is None else resume.checkpoint
-    run = load_run(config, run_dir, cluster, plan, identity, checkpoint, started)
-    if checkpoint is not None:
-        run.load(checkpoint)
-    if resume is not None:
-        resume.resume_run()
-    calibrate(run)
-    run.open_log()
-    remember(run)
-    return run
-
-
 def load_run(
     config: Config,
     run_dir: Path,
@@ -70,7 +45,10 @@ def load_run(
     checkpoint: Checkpoint | None = None,
     started: float | None = None,
 ) -> Run:
-    """Start the workers, check the model, try the scorers and load the model that `checkpoint` needs."""
+    """Start the workers, check the model, try the scorers and load the model that `checkpoint` needs.
+
+    identity: digests of the prompts by key. started: a time of `time.perf_counter`.
+    """
     state = RunState(identity=dict(identity), settings=settings_of(config))
     state.step = checkpoint.step if checkpoint else 0  # named in the message of a request to stop
     logger.info("reward: %s", describe_reward(config.reward.scorers))
@@ -91,6 +69,8 @@ def load_run(
         sampled = plan.prompts if config.data.train_on == "rollouts" else plan.held_out
         columns = try_scorers(rewards, config, sampled, plan.held_out)
     check_held_out_metrics(config, plan.held_out, columns)
+    if run.judges and len(plan.held_out) >= FEWEST and not config.episode.turns:
+        plan.look_after(look_steps(plan.steps, config.validation.every))
     describe_guard(run, columns)
     run.notify("stepping")
     load_model(run, loading)
@@ -101,6 +81,17 @@ def load_run(
     assigned = [roles for roles in run.notify("assigning", first) if roles is not None]
     run.set_roles(assigned[0] if assigned else {first.name: first})
     return run
+
+
+def begin_run(run: Run, folder: RunFolder | None = None) -> None:
+    """Make a loaded run ready for its next step, from the checkpoint of its `folder` if any."""
+    if folder is not None:
+        if folder.checkpoint is not None:
+            run.load(folder.checkpoint)
+        folder.resume_run()
+    calibrate(run)
+    run.open_log()
+    remember(run)
 
 
 def start_fleet(config: Config, cluster: Cluster, steps: int, timeline: Timeline, resumes: bool) -> LocalFleet:
@@ -159,15 +150,12 @@ def describe_guard(run: Run, columns: Sequence[str]) -> None:
     """Log what the guard sees, and scorers to watch if there is none; `columns`: those known from the trial."""
     config, plan, cluster = run.config, run.plan, run.fleet.cluster
     action, scored = config.guard.action, run.rewards.validation
-    judge = config.judges and any(prompt.contrast for prompt in plan.held_out)
-    if judge and len(plan.held_out) >= FEWEST and not config.episode.turns:
-        plan.looks = look_steps(plan.steps, config.validation.every)
     if scored and not any(scorer.weight for scorer in scored.values()):
         return  # people vote, or images are imitated: without a held-out reward nothing is compared with it
     named = [c for name in scored for c in (name, *(c for c in columns if c.startswith(f"{name}/")))]
     watched = watched_columns(asdict(config), named)
     fewest = fewest_changes(asdict(config), len(watched))
-    logger.info("%s", guard_scope(watched, action, len(plan.held_out), judge, fewest, plan.looks))
+    logger.info("%s", guard_scope(watched, action, len(plan.held_out), run.judges, fewest, plan.looks))
     gpu = cluster.remote and cluster.device == "cuda"
     if not watched and action != "off" and plan.held_out and (offered := offers(plan.held_out, gpu)):
         logger.info("scorers that can be watched without a download: %s", " or ".join(offered))

@@ -63,15 +63,6 @@ SIGNPOSTS = {module_name(path): path for path in files("gerl") if is_signpost(pa
 FILES = {module_name(path): path for path in files("gerl") if not is_signpost(path)}
 
 
-def of_types(path: Path) -> set[int]:
-    """The lines of a file that only type checkers read."""
-    found = set[int]()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            found |= {line for part in node.body for line in range(part.lineno, (part.end_lineno or part.lineno) + 1)}
-    return found
-
-
 def of_signposts(path: Path) -> set[int]:
     """The lines of a file that only show users where a name is now: those of a module's `__getattr__`."""
     named = (node for node in tree(path).body if isinstance(node, ast.FunctionDef) and node.name == "__getattr__")

@@ -15,7 +15,7 @@ from gerl.commandline.composition import compose_run
 
 PAINTED = [np.random.default_rng(i).integers(0, 255, (32, 96, 3), np.uint8) for i in range(2)]
 SIGNS = [job for job in guard.jobs(len(guard.VARIANTS)) if job.model == "signs"]
-REWARDS = {"OCR and colour": {"ocr", "colour"}}  # of honest runs with more than one
+REWARDS = {"OCR and colour": {"ocr", "colour"}}  # of honest runs with several rewards
 
 
 def run(kind: str, seed: int, damage: list[float], signals: dict[str, list[str]], **more: Any) -> dict[str, Any]:
