@@ -577,7 +577,7 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     live = run.live()
     sheet = run.sheet(live["step"]) if live else None
     episodes = run.episodes()
-    turned = [sheet for name in ("first", "now") if (sheet := episodes.get(name))]
+    turned = [values for name in ("first", "now") if (values := episodes.get(name))]
     sheets = {one["step"]: run.sheet(one["step"], held_out=True) for one in turned}
     answers = {
         "runs": {"runs": [{"name": run.name}], "chosen": run.name},

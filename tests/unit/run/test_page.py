@@ -129,7 +129,8 @@ def test_the_episodes_of_the_first_validation_and_of_a_later_one(tmp_path: Path)
 
 def test_the_report_has_the_first_and_the_last_episodes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert frozen(run, ("", {}))["answers"]["episodes"] == {"steps": []}
+    plain = frozen(run, ("", {}))
+    assert plain["answers"]["episodes"] == {"steps": []} and plain["sheet"].startswith("data:image/jpeg")
     for step in (0, 10, 20):
         add_episodes(run, step)
     found = frozen(run, ("", {"episode": {"turns": [{"role": "draw"}, {"role": "edit"}]}}))

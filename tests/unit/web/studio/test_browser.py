@@ -268,7 +268,7 @@ def test_the_images_of_a_comparison_are_pairs_that_enlarge(page: Any, url: str) 
     assert page.inner_text("dialog figcaption") == "<b>a</b>: step 5, strength 1"
     assert page.get_attribute("dialog img", "src").endswith(pictures[1])
     page.keyboard.press("Escape")
-    assert page.locator("dialog").count() == 0
+    page.wait_for_selector("dialog", state="detached")
 
 
 def test_a_draft_of_any_name_is_drawn_and_started_by_its_folder(page: Any, url: str) -> None:
